@@ -57,8 +57,8 @@ def ascend(values_TE: Tensor, expert_T: Tensor, log_room_E: Tensor, temperatures
 
     Args:
         values_TE: fp32, contiguous; -inf where an expert has no room.
-        expert_T: int32; -1 = a token that takes no part.
-        log_room_E: fp32, logarithm of the load that is wanted.
+        expert_T: int32; -1 = an excluded token.
+        log_room_E: fp32, logarithm of the target load.
     """
     tokens, experts = values_TE.shape
     wide = triton.next_power_of_2(experts)

@@ -88,7 +88,7 @@ def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 
     """Counts the rows for each rank.
 
     Args:
-        experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
+        experts_TK: contiguous integers; -1 = not a choice. Rank e // local_experts has expert e.
         nodes: rows lie by slot: by a rank's index on its node, then by the node.
 
     Returns:

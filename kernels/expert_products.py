@@ -23,7 +23,7 @@ from torch import Tensor
 
 BLOCK, TALL = BLOCK_ROWS
 WARPS = 8  # of a tile that is not specialised
-# Rows that are no multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
+# Rows that are not a multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
 # experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
 _LINE, _TALL_FROM = 64, 512
 # Experts up to this width gather tokens in their first product: it then takes some 6 % longer for every width,
@@ -334,7 +334,7 @@ def down_backward_(
         weights_TK: combine weights, read through `source_R`; None = all one.
 
     Returns:
-        h_RF weighted (what the gradient of W2 needs) and, given weights, the dot products of dy and y, fp32
+        h_RF weighted (for the gradient of W2) and, given weights, the dot products of dy and y, fp32
         [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape

@@ -39,7 +39,7 @@ def _inner_place(tile, work, BK: gl.constexpr):
     expert = gl.load(order_ptr + turn)
     start = gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
     size = gl.load(offsets_ptr + expert) - start
-    steps = gl.maximum(gl.cdiv(size, BK), 1)  # without rows, one step over what the maps clip to zeros
+    steps = gl.maximum(gl.cdiv(size, BK), 1)  # without rows, one step over elements that the maps clip to zeros
     return expert, start, size, steps, plane, pm - plane * m_tiles, inner // height
 
 

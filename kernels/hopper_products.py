@@ -49,7 +49,7 @@ QUEUED = gl.constexpr(2)  # tiles that a producer may be ahead, two or more
 WARPS = 4  # of the first consumer; the others have as many
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
 REGISTERS = {128: 168, 192: 128}  # of a thread at launch, by rows: all but the consumers give up most of them
-COPY_COLUMNS = 256  # of a copied row's box; a box has at most so many in each of its dimensions
+COPY_COLUMNS = 256  # of a copied row's box; a box has at most this many in each of its dimensions
 _COPY_BYTES = 2**15  # of the rows in flight
 
 

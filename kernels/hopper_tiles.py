@@ -196,7 +196,7 @@ def multiply_and_store(
     elif WIDE > COLUMNS:
         left, right = _halves(left)
         _write(left, right, desc, place, column, buffers, 2)
-    else:  # what else is in the buffer lies past the matrix's last column, where the map clips
+    else:  # the rest of the buffer lies past the matrix's last column, where the map clips
         tma.store_wait(0)
         buffers.index(0).reshape([HEIGHT, COLUMNS]).slice(0, WIDE, dim=1).store(left.to(desc.dtype))
         fence_async_shared()

@@ -63,7 +63,7 @@ def _key(kernel: Any, device: int, arguments: tuple[Any, ...], constants: dict[s
     """The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a descriptor's box.
 
     One flat tuple, which takes half the time of one with a tuple for each argument. The first entry of an argument
-    tells how many it has, so that different arguments have different keys.
+    gives its length, so that different arguments have different keys.
     """
     entries = [id(kernel), device, len(constants), *constants, *constants.values()]
     for argument in arguments:
@@ -82,7 +82,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """`kernel[grid](*arguments, **constants)`.
 
     Args:
-        arguments: all that are no constants, in the kernel's order: tensors, numbers, None, tensor descriptors. A
+        arguments: all except constants, in the kernel's order: tensors, numbers, None, tensor descriptors. A
             descriptor's layout must follow from its dtype and box.
         constants: the kernel's constants and options of the launch.
     """

@@ -1,4 +1,4 @@
-"""The ragged permutation: tokens to the rows of their choices, rows back to tokens, and what the backward pass needs.
+"""The ragged permutation: tokens to the rows of their choices, rows back to tokens, and their gradients.
 
 Gathers and scatters alone, no atomics: every output element is written by one program, so the bits never change.
 
@@ -190,7 +190,7 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor
 def unpermute_backward(
     dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `unpermute`: dy_RD (zeros past the end) and dweights_TK (zeros where there is no choice)."""
+    """Gradients of `unpermute`: dy_RD (zeros past the end) and dweights_TK (zeros without a choice)."""
     tokens, choices = row_TK.shape
     width = y_RD.shape[1]
     assert row_TK.is_contiguous()
@@ -210,7 +210,7 @@ def unpermute_backward(
 
 
 def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, K]: the sum over tiles of `dots` [tiles, R] at each choice's row; zero where there is no choice."""
+    """[T, K]: the sum over tiles of `dots` [tiles, R] at each choice's row; zero without a choice."""
     out = torch.empty(row_TK.shape, dtype=dtype, device=dots.device)
     if out.numel():
         block = 256

@@ -123,7 +123,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     """Rows of every choice, sorted by expert, then by assignment t * K + k.
 
     Args:
-        experts_TK: integers in [-1, E); -1 is no choice.
+        experts_TK: integers in [-1, E); -1 = not a choice.
 
     Returns:
         int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the

@@ -150,7 +150,7 @@ def ragged_inner_kernel(
         expert, plane, m, n = _inner_place(tile, m_tiles, n_tiles, planes, GROUP)
         expert = tl.load(order_ptr + expert)
         start, size = _rows_of(offsets_ptr, expert)
-        steps = tl.maximum(tl.cdiv(size, BK), 1)  # without rows, one step over what the maps clip to zeros
+        steps = tl.maximum(tl.cdiv(size, BK), 1)  # without rows, one step over elements that the maps clip to zeros
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             y, x = ragged_index(start, size, step * BK)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 MAX_EXPERTS = 1024
 _ELEMENTS = 4096  # scores a program holds
-_SORTED = 16  # from so many choices on a sort takes less than one maximum per choice
+_SORTED = 16  # from this many choices on, a sort takes less time than one maximum per choice
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def ranked(scores_TE: Tensor, k: int, *, absent_below_zero: bool) -> tuple[Tenso
     """The k largest by sorting, for many choices; `scores_TE` may have any strides.
 
     Args:
-        absent_below_zero: a score below zero is no choice: expert -1, value 0.
+        absent_below_zero: a score below zero is not a choice: expert -1, value 0.
 
     Returns:
         fp32 [T, K] and int64 [T, K], as `topk`.
@@ -161,7 +161,7 @@ def _spread_kernel(
 
 
 def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
-    """fp32 [T, E]: each value at its expert, zeros elsewhere; -1 is no expert. The gradient of `topk` and `ranked`."""
+    """fp32 [T, E]: each value at its expert, zeros elsewhere; -1 = no expert. The gradient of `topk` and `ranked`."""
     tokens, columns = experts_TK.shape
     out_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device=values_TK.device)
     if out_TE.numel():

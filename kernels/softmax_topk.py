@@ -25,7 +25,7 @@ _SUMMED_AT_ONCE = 65536  # sums, up to which one program adds them all up
 
 
 class Rule(NamedTuple):
-    """How many choices a token has, how they become weights, and which statistics are wanted.
+    """The number of a token's choices, the form of their weights, and the statistics to compute.
 
     normalize: divide by their sum over a token's choices; then times `scale`.
     stream: None, or: keep a token's second choice with probability 2 * its weight (GShard), drawn with this stream.

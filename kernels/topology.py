@@ -291,7 +291,7 @@ def packed_size(num_rows: int, experts: int) -> int:
 
 
 def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The block rows alone, of two sizes, in one launch: what the kernels of experts of one width need.
+    """The block rows alone, of two sizes, in one launch, for the kernels of experts of one width.
 
     Returns:
         int32, one tensor for all tables, that all products of a layer share: see `split_rows`.

@@ -29,7 +29,7 @@ LOADED, SOURCE = "weights_loaded", "weights_source"  # internal keys of algorith
 
 
 def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: records what the built model does not show of a Hugging Face model's weights.
+    """Part of a config transform: records facts on a Hugging Face model's weights that the built model does not show.
 
     They may be fresh (`model.pretrained: false`); `algorithms.dmoe` reads them, on several processes; or it checks that
     LLM Foundry had all of them to read, since transformers draws what a folder lacks.

@@ -385,7 +385,7 @@ def _describe_base(state: State, group: torch_dist.ProcessGroup | None) -> dict[
 
 
 def _identity(state: State) -> Identity:
-    """What is the same in all restarts of this run. A name that Composer generated changes with each."""
+    """The identity of this run, equal in all restarts. A name that Composer generated changes with each."""
     generated = re.fullmatch(r"[0-9]{10}-[a-z]+(-[a-z]+)*", state.run_name)
     tensors = collect(state, weights_only=True)["model"]
     return Identity(run_name="" if generated else state.run_name, model=tensors_digest(tensors))

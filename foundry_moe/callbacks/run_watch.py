@@ -123,7 +123,7 @@ class RunWatch:
         """Collective, for events without a following batch: in an evaluation, at the end.
 
         Returns:
-            Why the run is to stop, with the ranks that were asked to; None if none was.
+            Why the run must stop, with the ranks that received the request; None if none did.
         """
         return self._stop_reason(self._exchange())
 

@@ -153,7 +153,7 @@ def _norm(row: Sequence[float] | None) -> float:
 
 
 class _Judge:
-    """The comparison of two records, with what is known while it goes on."""
+    """The comparison of two records, with its findings so far."""
 
     def __init__(self, a: Record, b: Record, names: Sequence[str], limit: float, floor: float) -> None:
         self.a, self.b, self.names, self.limit, self.floor = a, b, names, limit, floor
@@ -168,7 +168,7 @@ class _Judge:
 
     @staticmethod
     def state_of(record: Record, number: int) -> Step | None:
-        """Weights and states after so many steps."""
+        """Weights and states after this many steps."""
         if record.begin.number == number:
             return record.begin
         return next((step for step in record.steps if step.number == number), None)

@@ -178,7 +178,7 @@ def read_record(folder: str | Path) -> Record:
     """Reads a folder's record, as far as its last complete line.
 
     Raises:
-        ValueError: there is none, or it is no record of this format; names the file and the line.
+        ValueError: there is none, or it has another format; names the file and the line.
     """
     path = Path(folder)
     path = path / FILE if path.is_dir() else path

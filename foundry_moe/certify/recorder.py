@@ -44,7 +44,7 @@ class Recorder:
 
     Args:
         folder: gets `record.jsonl`, written by rank 0. It must not have one.
-        every: records each so many steps, and the first.
+        every: records the first step and each multiple of this number.
         step: optimizer steps that were done before; None: as the optimizer's states say, else 0.
         projections: P of each tensor.
         box_of: for tensors that are shards without being DTensors, such as a rank's experts: from the clean name and

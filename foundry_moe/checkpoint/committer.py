@@ -20,7 +20,7 @@ from foundry_moe.checkpoint.records import ATTEMPT, Commit, CommitKey, file_hash
 
 log = logging.getLogger(__name__)
 
-STALE_S = 6 * 3600.0  # an uncommitted attempt that did not grow for so long is taken to be abandoned
+STALE_S = 6 * 3600.0  # an uncommitted attempt that did not grow for this long counts as abandoned
 
 
 class Committer:

@@ -35,7 +35,7 @@ _PROCESS = secrets.token_hex(8)  # all writers of a process are the same owner o
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank has written: rows of the manifest for its object, and the values that the manifest holds."""
+    """The record of one rank's writes: rows of the manifest for its object, and the values that the manifest holds."""
 
     object_bytes: int
     rows: list[Row]

@@ -48,7 +48,7 @@ _KEY = re.compile(r"owners/([0-9]{6}|[1-9][0-9]{6,8})\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What identifies a run across restarts. An empty field matches any run.
+    """The identity of a run across restarts. An empty field matches any run.
 
     run_name: as given by the user.
     model: a digest of the model's tensors, from `tensors_digest`.

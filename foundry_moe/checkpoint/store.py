@@ -166,7 +166,7 @@ def folder_problem(folder: str) -> str | None:
 
 
 def endpoint_problem(address: str) -> str | None:
-    """What is wrong with the address of a store's server; None if nothing. The text does not repeat the address."""
+    """The fault in the address of a store's server; None without one. The text does not repeat the address."""
     try:
         parts = urlsplit(address)
         host, path, _ = parts.hostname, parts.path, parts.port

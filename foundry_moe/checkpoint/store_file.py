@@ -1,8 +1,8 @@
 """A store on a file system with the guarantees of `store.Store`: atomic objects, one winner of a conditional write.
 
 A file is written under a temporary name, flushed to the device, and then linked or renamed. No symbolic link below the
-folder is followed: each folder is opened relative to its parent, so that whoever can write there cannot redirect reads
-or deletions. obstore's LocalStore is not used because it follows links out of its folder and does not flush files.
+folder is followed: each folder is opened relative to its parent, so that other writers cannot redirect reads or
+deletions. obstore's LocalStore is not used because it follows links out of its folder and does not flush files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FileStore(Store):
         except FileExistsError:
             return False
         except OSError as error:
-            # writing has just succeeded, so this is no lack of permission: FAT and some FUSE mounts have no links
+            # writing has just succeeded, so permissions are not the cause: FAT and some FUSE mounts have no links
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise DeniedError(
                     f"could not write {name} in {self.url}: this file system has no hard links "

@@ -180,7 +180,7 @@ class RemoteStore(Store):
 
 
 def limit_of(timeout_s: float, size_bytes: int) -> float:
-    """The time limit, in seconds, of one attempt at a request that transfers so many bytes."""
+    """The time limit, in seconds, of one attempt at a request that transfers this many bytes."""
     return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
 
 
@@ -188,7 +188,7 @@ def client_address(address: str | None, where: str = "endpoint_url") -> str | No
     """The address without user and password, which clients would print in logs and errors.
 
     Raises:
-        DeniedError: it is no address of a server.
+        DeniedError: it is not the address of a server.
     """
     if address is None:
         return None

@@ -51,7 +51,7 @@ def fail(where: str, value: Any, should: str) -> NoReturn:
 
 
 def most_inflated(compressed_bytes: int) -> int:
-    """Limit of decompressed bytes for so many compressed ones; writers observe it, too."""
+    """Limit of decompressed bytes for this many compressed ones; writers observe it too."""
     return min(INFLATED_BYTES, max(FREE_BYTES, RATIO * compressed_bytes))
 
 

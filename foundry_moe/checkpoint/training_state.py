@@ -61,7 +61,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, plan: ObjectPlan, *, pinned: bool) -> None:
-        """Provides memory for an object; its blocks are to be filled next."""
+        """Provides memory for an object, before its blocks are filled."""
         if self._memory.numel() < plan.size_bytes or self._memory.is_pinned() is not pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._memory = torch.zeros(plan.size_bytes, dtype=torch.uint8, pin_memory=pinned)

@@ -18,7 +18,7 @@ def _number(kind: type, is_valid: Callable[[Any], bool], words: str) -> Callable
             raise argparse.ArgumentTypeError(f"{text} must be {words}")
         return value
 
-    read.__name__ = kind.__name__  # argparse names it if the text is no number
+    read.__name__ = kind.__name__  # argparse names it if the text is not a number
     return read
 
 

@@ -70,10 +70,10 @@ def certify(
 
     Args:
         with_logits: None = where the model in fp32 fits into this machine's free memory.
-        source_files: for the certificate, what became of each file of the source folder.
+        source_files: for the certificate, the treatment of each file of the source folder.
 
     Returns:
-        What `certificate.json` holds. `good`: there are no `problems`. `tensors`: for each tensor of the folder the
+        The contents of `certificate.json`. `good`: no `problems`. `tensors`: for each tensor of the folder the
         hash (xxh3, 128 bits) of its bytes, which is also that of the same elements in the checkpoint, cast to the
         folder's dtype. `logits`: of both models on the same tokens, or why they were not compared.
     """

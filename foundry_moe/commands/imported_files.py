@@ -31,7 +31,7 @@ from foundry_moe.commands.argument_types import TRUST
 from foundry_moe.models.pretrained import safetensors_in
 
 PREFIXES = ("state.model.", "model.")  # Composer's, and a common one
-SHARED = 4  # tensors that share memory, as tied embeddings do, may be so many times as large as their file
+SHARED = 4  # tensors that share memory, as tied embeddings do, may be this many times as large as their file
 
 
 def import_weights(

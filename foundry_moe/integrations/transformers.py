@@ -152,7 +152,7 @@ def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Te
 
     Args:
         experts: a module of a class decorated with `use_experts_implementation`.
-        index_TK: experts; any index outside [0, E), as expert parallelism uses, is no expert.
+        index_TK: experts; any index outside [0, E), as expert parallelism uses, means no expert.
         weights_TK: combine weights, of any float dtype.
     """
     if (reason := _unread(experts)) is not None:

@@ -6,8 +6,8 @@ Experts, arXiv 2410.07524), section 4: with experts of 1/G of the width, expert 
 gate are equal within each virtual group of G experts, so that a token's top k are whole groups, and the weights are
 scaled so that the weighted sum of a token's experts equals the dense output. In the paper the scale's cube root
 multiplies each matrix of a GLU. Here its square root multiplies the two that act linearly on the output, up and down
-(in an MLP, the whole scale multiplies down): a model whose combine weights add up to one then computes exactly what the
-dense model did.
+(in an MLP, the whole scale multiplies down): a model whose combine weights add up to one then computes exactly the
+dense model's function.
 
 Shapes: E experts, D model width, F width of the dense block, f expert width, G = F / f shards.
 """
@@ -221,7 +221,7 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, source: str, *, f
 
 
 def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -> LayerPlan:
-    """Fills in what the block's weights fix, and checks the user's keys against it."""
+    """Fills in the values that the block's weights determine, and checks the user's keys against it."""
     settings = blocks.settings()
     gate = _gate_of(name, blocks, config)
     fresh = bool(config.shared_expert_hidden_size) and not blocks.shared_expert_hidden_size

@@ -62,7 +62,7 @@ class Family:
     gate_output: see `Blocks`.
     gate: name of the gate's matrix in a block.
     experts: where the matrices of a block's experts are.
-    beside: the parts of what else a block has.
+    beside: the other parts of a block.
     """
 
     name: str

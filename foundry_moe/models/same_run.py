@@ -28,7 +28,7 @@ from foundry_moe.schema import UserError, yaml_value
 _COMPUTES = ("tie_word_embeddings",)
 # keys of a model for initial weights, and for the choice between implementations of one formula
 _NEUTRAL = ("init_device", "init_config", "initializer_range", "attn_impl", "fc_type", "use_cache", "loss_fn")
-# parts of keys that change the training and not what the weights compute
+# parts of keys that change the training only
 _TRAINS = (
     "drop",  # attn_pdrop, attention_dropout, resid_pdrop and the like
     "embedding_fraction",

@@ -46,7 +46,7 @@ def run_once(kind: Hashable, device: torch.device, experts: int, choices: int, r
 
 
 def run_all_loads(experts: int, run: Callable[[], None]) -> None:
-    """Calls `run` with the tiles of every load of so many experts."""
+    """Calls `run` with the tiles of every load of this many experts."""
     loads = tuning.all_loads()
     first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     first %= len(loads)
@@ -58,6 +58,6 @@ def run_all_loads(experts: int, run: Callable[[], None]) -> None:
 def plan_of(
     tokens: int, choices: int, experts: int, device: torch.device, dtype: torch.dtype = torch.int32
 ) -> PermutePlan:
-    """The plan of so many tokens, whose choices are spread over the experts."""
+    """The plan of this many tokens, whose choices are spread over the experts."""
     experts_TK = torch.arange(tokens * choices, device=device, dtype=dtype).view(-1, choices) % experts
     return plan_permute(experts_TK, experts)

@@ -57,7 +57,7 @@ class Adapters(NamedTuple):
     dropout: float = 0.0
 
     def padded(self, columns: int) -> Adapters:
-        """For weights with so many more columns (w1, v1) and rows (w2) of zeros."""
+        """For weights padded by this many columns (w1, v1) and rows (w2) of zeros."""
 
         def wider(tensor: Tensor) -> Tensor:
             return F.pad(tensor, (0, 0, 0, columns))
@@ -99,7 +99,7 @@ def _fake_forward(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-u
 def _forward(
     x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y_TD, and what the backward pass reads: z_PRF, u and u2."""
+    """y_TD, and the tensors of the backward pass: z_PRF, u and u2."""
     x_TD = _aligned(x_TD)
     if plan.rows == 0:
         made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)

@@ -64,7 +64,7 @@ def plan_padded(
         if mask_T is not None:  # the same formula on the device
             real = mask_T.sum().double()
             room = (capacity * real * top_k / num_experts - 1e-9).ceil().clamp(1, slots).int()
-    # torch.compile cannot trace this kernel: it is no operator
+    # torch.compile cannot trace this kernel: it is not an operator
     on_kernels = experts_TK.is_cuda and not torch.compiler.is_compiling()
     kept_TK, row_TK, source_R = (kernels.assign_slots if on_kernels else assign_plain)(
         by_expert.experts_TK, by_expert.row_TK, by_expert.offsets_E, order_A, experts_TK.shape, slots, room

@@ -53,7 +53,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
     """Sorts assignments by expert, stably.
 
     Args:
-        experts_TK: integers in [-1, num_experts); -1 is no choice. A 1-D tensor is taken as K = 1.
+        experts_TK: integers in [-1, num_experts); -1 = not a choice. A 1-D tensor is taken as K = 1.
         num_experts: E.
         rows: choices in all, or more, if known on the host; None = T * K.
 

@@ -1,4 +1,4 @@
-"""From a softmax gate's logits to choices, combine weights and what the balance and z-losses need.
+"""From a softmax gate's logits to choices, combine weights, and the sums of the balance and z losses.
 
 One kernel forward and one backward for fp32 logits on CUDA, a chain of torch operations elsewhere.
 
@@ -60,7 +60,7 @@ def softmax_topk(
             its weight. Keys of the tokens and a stream, as `foundry_moe.ops.noise` has them.
         counted: choices of a token, the first ones, that count in the loads; None = all.
         mask_T: True for real tokens.
-        statistics: whether `mean_E`, `counts_E` and `z` are wanted; otherwise they may hold nothing.
+        statistics: whether `mean_E`, `counts_E` and `z` are computed; otherwise they may be empty.
         with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
     """
     keys_T, stream = second_by_chance or (None, None)

@@ -164,7 +164,7 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
 
 
 def _nearest_widths(widths: dict[str, int | str], world_size: int) -> dict[str, int]:
-    """The widths that have to change for a mesh of so many ranks; `expert` stays a divisor of the number of experts."""
+    """The widths to change for a mesh of this many ranks; `expert` stays a divisor of the number of experts."""
     left, fitting = world_size, {}
     for name in ("expert", "replicate", "shard"):
         width = widths[name]

@@ -73,7 +73,7 @@ def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:
 
 
 def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
-    """What fits according to the planner, with at most `LESS` of the memory of a plan that failed."""
+    """The changes with which the run fits by the plan, with at most `LESS` of the memory of a plan that failed."""
     machine, shape = failed.machine, failed.shape
 
     def helps(plan: RunPlan) -> bool:

@@ -98,7 +98,7 @@ def certify(
         runs: resolved and plain, as of `plain`, by name.
         meshes: of every run; None = the run's, shrunk.
         precision: fp64 | fp32.
-        train: what the child processes run; tests plant faults with it.
+        train: the function of the child processes; tests inject faults with it.
 
     Raises:
         ValueError: a run has no experts or does not fit a mesh, or one of its trials fails.
@@ -225,7 +225,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
         ValueError: what is wrong with the run or the options, in one sentence.
     """
     started = time.monotonic()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # of what the fork server imports
+    os.environ["PYTHONWARNINGS"] = "ignore"  # modules that the fork server imports
     devices = torch.cuda.device_count() if arguments.device == "cuda" else math.inf
     for mesh in arguments.mesh or ():
         if math.prod(mesh) > devices:

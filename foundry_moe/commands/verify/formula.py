@@ -130,7 +130,7 @@ class Formula:
         return y_TD
 
     def auxiliary_losses(self, routed: Routed, lengths: list[int]) -> dict[str, Tensor]:
-        """The wanted losses of real tokens, times their weights.
+        """The configured losses of real tokens, times their weights.
 
         Args:
             lengths: tokens of each sequence.

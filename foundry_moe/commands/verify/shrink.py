@@ -148,7 +148,7 @@ def _small_mesh(keys: MeshConfig, num_experts: int) -> Mesh:
 def _ranks_counted(run: dict[str, Any], config: MoEConfig, mesh: Mesh | None, processes: int) -> int:
     """The ranks whose tokens losses and capacity count together; one process has as many in a microbatch.
 
-    What a rank counts by itself can be compared with microbatches of a rank's size alone.
+    Sums over one rank can only be compared with microbatches of a rank's size.
     """
     if config.gate["name"] == "expert_choice" or isinstance(config.capacity, int | float):
         if config.balance_over in ("microbatch", "group"):

@@ -65,7 +65,7 @@ def trial_of(
         processes, microbatch: sequences of a rank; 0 = those of the small run.
         with_formula: compare the layers' first step with `formula`; on one process.
         folder: of checkpoints; empty = none.
-        resume: the step to go on from; 0 = a new run.
+        resume: the step to continue from; 0 = a new run.
     """
     run = copy.deepcopy(dict(small.run))
     if mesh is not None:

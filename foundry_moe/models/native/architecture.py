@@ -1,6 +1,6 @@
 """The description of a model in a checkpoint, with which it is exported without the run's YAML.
 
-Plain data: what the tensors compute, whose names and shapes a checkpoint has anyway.
+Plain data about the computation; names and shapes of tensors are in the checkpoint anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run did to its tokenizer, as data in a checkpoint, and the same tokenizer again from its name."""
+"""Describes a run's changes to its tokenizer as data in a checkpoint, and restores the tokenizer from its name."""
 
 from __future__ import annotations
 
