@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py [--processes 4] [--width 512] [--repeats 3] [--store files|moto|both|s3]
 
 One training state is saved and loaded by all three. "Plain DCP" is `torch.distributed.checkpoint.save` to files; for
-S3, where PyTorch has no writer, each rank then uploads its file with boto3 before training goes on. Composer saves and
+S3, where PyTorch has no writer, each rank uploads its file with boto3 before training continues. Composer saves and
 loads as its Trainer does, with its own object store. `--store s3` is the server that AWS_ENDPOINT_URL names, with a new
 bucket: `scripts/ceph_rgw.sh start FOLDER; . FOLDER/env.sh`. Prints a table in Markdown.
 """

@@ -1,4 +1,4 @@
-"""What the host takes for a layer's step, the device never waited for, beside a dense FFN's; and where it spends it.
+"""Host time of a layer's step without waiting for the device, beside a dense FFN's, and where it is spent.
 
 python benchmarks/host_time.py [OLMoE ...]
 """

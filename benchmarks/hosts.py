@@ -44,7 +44,7 @@ class Hosts:
         return f"{self.subnet}.254"
 
     def inside(self, host: int) -> list[str]:
-        """What a command begins with that runs on a host."""
+        """The prefix of a command that runs on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     def processes(self, host: int) -> list[int]:

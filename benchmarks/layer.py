@@ -5,7 +5,7 @@
     python benchmarks/layer.py --sweep: see `layer_sweep`
 
 The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Times are taken one step of each
-in turn, in a new order every time: what the card's power allows is then the same for all. Peak memory is what the
+in turn, in a new order every time, so all have the same power limit. Peak memory is what the
 step adds to its inputs and weights, gradients included.
 
 Shapes: T tokens, K choices, D model width, F expert width, E experts.
@@ -99,7 +99,7 @@ class Way:
 
 
 def peak_bytes(way: Way) -> int:
-    """What a step adds to what is there before it."""
+    """The memory that a step adds."""
     way.step()
     for leaf in way.leaves:
         leaf.grad = None

@@ -4,11 +4,11 @@
 
 Each host is a network namespace with one link of `--mbit`, a /dev/shm and a working directory of its own, and runs
 `docker/entrypoint.sh` with one process. The store is moto, outside of them, with objects in memory: moto itself reads a
-whole object from a file for each range of 16 MiB that is asked for. All hosts but one must be there
+whole object from a file for each range of 16 MiB that is requested. All hosts but one must be there
 (MIN_NODES); with three of them two train and one is a spare. Once a checkpoint is committed, one that trains is lost:
 
     kill    all its processes get SIGKILL: its system closes their connections, as when a container dies
-    silent  its link is cut, and nobody hears of it, as when power fails
+    silent  its link is cut without a notice to the others, as when power fails
 
 The agents' log (LOGLEVEL=INFO) and that of the callback `elastic_checkpoint` have the times. Prints a table, and with
 `--csv FILE` adds a row to that file.
@@ -94,7 +94,7 @@ def said_at(line: str) -> float | None:
 
 
 def read_restart(outputs: list[str], lost_s: float) -> Restart | None:
-    """What the hosts that are left have logged since a host was lost; None until the first batch is done."""
+    """The log of the remaining hosts since a host was lost; None until the first batch is done."""
     lines = [(at, line) for text in outputs for line in text.splitlines() if (at := said_at(line)) and at > lost_s]
     done = next(((at, found) for at, line in lines if (found := FIRST_BATCH.search(line))), None)
     resumed = next((found for _, line in lines if (found := RESUMED.search(line))), None)

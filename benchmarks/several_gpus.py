@@ -2,8 +2,8 @@
 
     python benchmarks/several_gpus.py OUT [--gpus 4] [--minutes 25] [--only verify olmoe] [--list]
 
-Each part is a command of its own with a limit of time; what it prints stays in OUT/PART.log. A part that has ended
-well is not run again, so a second call goes on where the first one ended. OUT/report.md has a table of all steps, with
+Each part is a command with a time limit; its output stays in OUT/PART.log. A part that has succeeded
+is not run again, so a second call continues where the first one ended. OUT/report.md has a table of all steps, with
 their floors and aims where four GPUs have some, and the end of every other part's output. Exit code 1 if a part failed.
 
 GPUs are H200s as far as layers fit; a step is four sequences of 4096 tokens per GPU, as in RESULTS.md.

@@ -34,7 +34,7 @@ def median_ms(run: Callable[[], object], repeats: int = 11, warmup: int = 2) -> 
 def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: int = 2) -> list[float]:
     """As `median_ms` for each, but one call of each in turn, in a new order every time.
 
-    What the card's power allows is then the same for all, and nobody always follows one that draws little.
+    All then have the same power limit, and none always follows one that draws little power.
     """
     if DEVICE.type == "cpu":
         return [_wall_ms(run) for run in runs]

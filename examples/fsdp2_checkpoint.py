@@ -1,7 +1,7 @@
 """FSDP2 without Composer: PyTorch's own calls save and load, on any number of processes, in a folder or on S3.
 
 torchrun --nproc-per-node 4 examples/fsdp2_checkpoint.py /tmp/run
-torchrun --nproc-per-node 2 examples/fsdp2_checkpoint.py /tmp/run      # goes on where the four ended
+torchrun --nproc-per-node 2 examples/fsdp2_checkpoint.py /tmp/run      # continues where the four ended
 """
 
 import sys
@@ -28,7 +28,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 class Training(dcp.stateful.Stateful):
-    """What is saved, as PyTorch's tutorial has it."""
+    """The saved state, as in PyTorch's tutorial."""
 
     step = 0
 

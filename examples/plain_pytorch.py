@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 class Training(dcp.stateful.Stateful):
-    """What is saved: weights, moments, the gates' biases (buffers of the model) and the step."""
+    """The saved state: weights, moments, the gates' biases (buffers of the model) and the step."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0

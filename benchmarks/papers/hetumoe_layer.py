@@ -14,7 +14,7 @@ the balance loss, launches hidden. Loads are those of a random gate on random to
     einsum          GShard's masks, capacity factor 1, which drops, in one group, as DeepSpeed-MoE has them
     einsum groups   the same in groups of one sequence
 
-What the peers' own kernels would take is not measured: these are their methods (`einsum_dispatch.py`, `ops/padded.py`).
+The peers' own kernels are not measured: these are their methods (`einsum_dispatch.py`, `ops/padded.py`).
 
 Shapes: T tokens, D model width.
 """

@@ -1,4 +1,4 @@
-"""What building a layer's topology costs (MegaBlocks, Gale et al. 2022, section 5.1). On a GPU:
+"""The cost of building a layer's topology (MegaBlocks, Gale et al. 2022, section 5.1). On a GPU:
 
     python -m benchmarks.papers.megablocks_indices [--cases XS Small Medium]
 
