@@ -4,10 +4,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import matplotlib
 import pytest
 import yaml
 
 from benchmarks.plot_layer import CASES, PICTURE, WAYS, read_times
+from benchmarks.plot_recipes import draw
 from foundry_moe.cli import EXIT_CODES
 from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig
 from foundry_moe.schema import from_mapping
@@ -87,3 +89,12 @@ def test_the_table_of_exit_codes_is_that_of_the_command():
     table = KEYS[KEYS.index("### Exit codes") :]
     codes = re.findall(r"^\| (\d+) \|", table, re.M)
     assert codes == re.findall(r"(?:: |; )(\d+) ", EXIT_CODES)
+
+
+def test_charts_of_recipes_are_drawn_from_their_csv_files(tmp_path):
+    draw(tmp_path)
+    for path in tmp_path.glob("*.svg"):
+        committed = (PICTURE.parent / path.name).read_text()
+        if f"Matplotlib v{matplotlib.__version__}" not in committed:
+            pytest.skip("another version of matplotlib draws other bytes")
+        assert path.read_text() == committed

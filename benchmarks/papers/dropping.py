@@ -458,12 +458,12 @@ def plot(rows: list[Row], path: Path, panels: Sequence[tuple[str, str]] = LOSSES
                 scale = 1e6 if across == "tokens" else 1
                 over = [getattr(row, across) / scale for row in curve]
                 style = {"color": f"C{ways.index(run[1])}", "linestyle": ("-", "--", ":")[run[2] % 3], "lw": 1.2}
-                axis.plot(over, [getattr(row, up) for row in curve], label=f"{run[1]}/{run[2]}", **style)
+                axis.plot(over, [getattr(row, up) for row in curve], label=f"{run[1]}, seed {run[2]}", **style)
             axis.set(
                 xlabel=LABELS[across], ylabel=f"{size}: {LABELS[up]}" if axis is axes[0] or panels != LOSSES else ""
             )
         axes[-1].legend(fontsize=7, framealpha=0.6)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
