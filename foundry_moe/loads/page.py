@@ -1,4 +1,4 @@
-"""One HTML file of a run's loads: a verdict and heat maps. It has no script and loads nothing.
+"""One HTML file of a run's loads: a verdict, curves and heat maps. It embeds Bokeh's script and loads nothing.
 
 Text from the run is escaped. Shapes: N points in time, L layers, E experts.
 """
@@ -6,14 +6,19 @@ Text from the run is escaped. Shapes: N points in time, L layers, E experts.
 from __future__ import annotations
 
 import argparse
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+from bokeh.embed import components
+from bokeh.layouts import column, gridplot
+from bokeh.models import DataRange1d, FixedTicker, HoverTool, LinearAxis, LinearColorMapper, Range1d
+from bokeh.models.annotations import ColorBar
+from bokeh.palettes import RdBu11
+from bokeh.plotting import figure
+from bokeh.resources import Resources
 from numpy.typing import NDArray
 
 from foundry_moe.loads.history import EVEN_ENOUGH, LoadHistory, entropy_of, over_mean, read_history
@@ -21,12 +26,12 @@ from foundry_moe.schema import UserError
 
 _LISTED = 8  # layers in the verdict
 _MAPS_OVER_TIME = 64  # layers
-_LABELS = 48  # of a heat map's rows
+_LABELS = 64  # of a heat map's rows
+_ROW_PIXELS = 13  # a label of 9 px needs as many
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2330; background: #fff; max-width: 1120px; margin: 0 auto;
   padding: 24px; }
 h1, h2 { font-size: 20px; margin: 24px 0 4px; }
-svg { max-width: 100%; height: auto; }
 .bad { color: #b3261e; }
 .good { color: #1b7f4b; }
 """
@@ -59,33 +64,50 @@ def loads_command(arguments: argparse.Namespace) -> int:
 
 def render(history: LoadHistory, *, title: str) -> str:
     """The page as text."""
-    names = [f"layer {layer}" for layer in history.last.layers]
-    last = f"last point, up to batch {history.ends[-1]}"
-    overview = {"whole run": over_mean(history.loads_NLE.sum(0)), last: over_mean(history.loads_NLE[-1])}
-    relative_LEN = over_mean(history.loads_NLE).transpose(1, 2, 0)
-    shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), _MAPS_OVER_TIME)).round().astype(int))
-    some = f" ({len(shown)} of {len(names)} layers)" if len(shown) < len(names) else ""
-    over_time = {names[layer]: relative_LEN[layer] for layer in shown}
+    layers, experts = history.last.layers, history.loads_NLE.shape[-1]
+    relative_NLE = over_mean(history.loads_NLE)
+    shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MAPS_OVER_TIME)).round().astype(int))
+    over_time: list[Any] = [
+        _over_time(relative_NLE[:, index].T, f"layer {layers[index]}", history.ends) for index in shown
+    ]
+    some = f" ({len(shown)} of {len(layers)} layers)" if len(shown) < len(layers) else ""
     sections = {
-        "Load of each expert, over its layer's mean": draw_maps(overview, rows=names),
-        f"Load of each expert over time{some}": draw_maps(over_time, columns=4, ends=history.ends),
+        "Imbalance and loss": _curves(history, relative_NLE),
+        "Load of each expert, over its layer's mean": column(
+            _of_layers(over_mean(history.loads_NLE.sum(0)), layers, "whole run"),
+            _of_layers(relative_NLE[-1], layers, f"last point, up to batch {history.ends[-1]}"),
+        ),
+        f"Load of each expert over time{some}": gridplot(over_time, ncols=4, toolbar_location=None),
     }
+    script, parts = components(list(sections.values()))
     merged = f"; each point is the sum of {history.lines_a_point} lines" if history.lines_a_point > 1 else ""
     facts = (
-        f"Up to batch {history.ends[-1]}: {len(names)} layers of {history.loads_NLE.shape[-1]} experts, "
-        f"{history.lines} lines{merged}."
+        f"Up to batch {history.ends[-1]}: {len(layers)} layers of {experts} experts, {history.lines} lines{merged}. "
+        "Point at a curve or a cell for its values."
     )
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # heat maps are images inside the SVG
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Expert load: {escape(title)}</title>\n<style>{_STYLE}</style></head><body>",
-            f"<h1>Expert load: {escape(title)}</h1>\n<p>{facts}</p>\n{_verdict(history)}",
-            *(f"<h2>{escape(heading)}</h2>\n{to_svg(figure)}" for heading, figure in sections.items()),
-            "</body></html>\n",
+            f"<title>Expert load: {escape(title)}</title>\n<style>{_STYLE}</style>",
+            f"{Resources(mode='inline', components=['bokeh']).render()}</head><body>",
+            f"<h1>Expert load: {escape(title)}</h1>\n<p>{facts}</p>\n{_verdict(history)}\n{_meaning(experts)}",
+            *(f"<h2>{escape(heading)}</h2>\n{part}" for heading, part in zip(sections, parts, strict=True)),
+            f"{script}\n</body></html>\n",
         )
+    )
+
+
+def _meaning(experts: int) -> str:
+    few = f"{experts**EVEN_ENOUGH:.0f} of its {experts}"
+    return (
+        f"<p>A layer collapses if the entropy of its loads over log {experts} is below {EVEN_ENOUGH:g}, as if only "
+        f"{few} experts (their square root) had tokens: raise loss.balance or lower the learning rate. The last line "
+        "covers the batches since the line before it. MaxVio is the load of a layer's fullest expert over the mean, "
+        "minus 1: 0 = even, 1 = twice the mean. Heat maps show loads over the mean: white = even, blue = less, red = "
+        "more, dark red = twice the mean and more.</p>"
     )
 
 
@@ -116,50 +138,87 @@ def _verdict(history: LoadHistory) -> str:
     return f'<p class="good">In the last line every expert had tokens{none}.</p>'
 
 
-def draw_maps(
-    maps: Mapping[str, NDArray[np.float64]],
-    *,
-    columns: int = 1,
-    rows: Sequence[str] | None = None,
-    ends: Sequence[int] | None = None,
-) -> Figure:
-    """Heat maps of loads over their layer's mean, by title.
+def _curves(history: LoadHistory, relative_NLE: NDArray[np.float64]) -> figure:
+    """The worst and the mean MaxVio of the layers, and the training loss if the file has it, over batches."""
+    violation_NL = relative_NLE.max(-1) - 1
+    data = {
+        "batch": history.ends,
+        "worst": violation_NL.max(1),
+        "mean": violation_NL.mean(1),
+        "layer": [history.last.layers[index] for index in violation_NL.argmax(1)],
+        "loss": history.loss_N,
+    }
+    violation, loss = DataRange1d(start=0), DataRange1d()
+    plot = figure(
+        width=1080,
+        height=280,
+        x_axis_label="batch",
+        y_axis_label="MaxVio",
+        y_range=violation,
+        tools="pan,wheel_zoom,reset",
+    )
+    named = {"worst": ("worst MaxVio of a layer", "#b3261e"), "mean": ("mean MaxVio", "#e08e45")}
+    tooltips = [("batch", "@batch"), ("worst MaxVio", "@worst{0.00} (layer @layer)"), ("mean MaxVio", "@mean{0.00}")]
+    lines: list[Any] = [
+        plot.line("batch", name, source=data, legend_label=label, color=color, line_width=2)
+        for name, (label, color) in named.items()
+    ]
+    violation.renderers = lines
+    if not np.isnan(history.loss_N).all():
+        plot.extra_y_ranges = {"loss": loss}
+        plot.add_layout(LinearAxis(y_range_name="loss", axis_label="loss"), "right")
+        style: dict[str, Any] = {"legend_label": "loss", "color": "#2f6db3", "line_width": 2}
+        loss.renderers = [plot.line("batch", "loss", source=data, y_range_name="loss", **style)]
+        tooltips.append(("loss", "@loss{0.000}"))
+    plot.legend.orientation = "horizontal"
+    plot.add_layout(plot.legend[0], "above")
+    plot.add_tools(HoverTool(renderers=lines[:1], tooltips=tooltips, mode="vline"))
+    return plot
 
-    Args:
-        maps: [L, E]; or [E, N], with `ends`.
-        columns: maps beside each other.
-        rows: names of the rows; default: numbers of experts.
-        ends: the last batch of each point in time.
-    """
-    lines = -(-len(maps) // columns)
-    height = max(1.9, 0.24 * min(len(rows or ()), _LABELS) + 1.0)
-    figure = Figure(figsize=(12.8, height * lines + 0.4), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for place in axes.flat[len(maps) :]:
-        place.set_axis_off()
-    for (title, relative), place in zip(maps.items(), axes.flat, strict=False):
-        image = place.imshow(relative, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
-        place.set_title(title, fontsize=9)
-        place.tick_params(labelsize=7)
-        if rows is not None:
-            step = -(-len(rows) // _LABELS)
-            place.set_yticks(range(0, len(rows), step), rows[::step])
-        if ends is None:
-            place.set_xlabel("expert", fontsize=8)
-        else:
-            ticks = np.unique([0, len(ends) // 2, len(ends) - 1])
-            place.set_xticks(ticks, [str(ends[tick]) for tick in ticks])
-            place.set_ylabel("expert", fontsize=8)
-    bar = figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.8, ticks=[0, 1, 2])
-    bar.ax.set_yticklabels(["0", "1: even", "2 and more"], fontsize=8)
-    return figure
+
+def _colours() -> LinearColorMapper:
+    return LinearColorMapper(palette=RdBu11, low=0, high=2)
 
 
-def to_svg(figure: Figure) -> str:
-    """An `<svg>` element for an HTML page. It refers to nothing outside itself; text from a run is escaped."""
-    out = io.StringIO()
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # no links to vocabularies
-    with rc_context({"text.parse_math": False, "svg.fonttype": "none"}):
-        figure.savefig(out, format="svg", metadata=metadata)
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+def _of_layers(relative_LE: NDArray[np.float64], layers: Sequence[int], title: str) -> figure:
+    rows, experts = relative_LE.shape
+    plot = figure(
+        width=1080,
+        height=90 + _ROW_PIXELS * min(max(rows, 4), _LABELS),
+        title=title,
+        x_axis_label="expert",
+        y_axis_label="layer",
+        x_range=Range1d(start=-0.5, end=experts - 0.5),
+        y_range=Range1d(start=rows - 0.5, end=-0.5),
+        tools="pan,wheel_zoom,reset",
+        tooltips=[("layer", "@layer"), ("expert", "$x{0}"), ("load over mean", "@image{0.00}")],
+    )
+    colours = _colours()
+    names_LE = np.repeat(np.array(layers, dtype=np.int32)[:, None], experts, axis=1)
+    data = {"image": [relative_LE.astype(np.float32)], "layer": [names_LE]}
+    plot.image(source=data, x=-0.5, y=-0.5, dw=experts, dh=rows, color_mapper=colours)
+    plot.add_layout(ColorBar(color_mapper=colours, ticker=FixedTicker(ticks=[0, 1, 2]), width=12), "right")
+    ticks = list(range(0, rows, -(-rows // _LABELS)))
+    plot.yaxis.ticker = FixedTicker(ticks=ticks)
+    plot.yaxis.major_label_overrides = {tick: str(layers[tick]) for tick in ticks}
+    plot.yaxis.major_label_text_font_size = "9px"
+    return plot
+
+
+def _over_time(relative_EN: NDArray[np.float64], title: str, ends: Sequence[int]) -> figure:
+    experts, last = len(relative_EN), ends[-1]
+    plot = figure(
+        width=270,
+        height=190,
+        title=title,
+        x_axis_label="batch",
+        y_axis_label="expert",
+        x_range=Range1d(start=0, end=last),
+        y_range=Range1d(start=experts - 0.5, end=-0.5),
+        toolbar_location=None,
+        tools="",
+        tooltips=[("batch", "$x{0}"), ("expert", "$y{0}"), ("load over mean", "@image{0.00}")],
+    )
+    data = {"image": [relative_EN.astype(np.float32)]}
+    plot.image(source=data, x=0, y=-0.5, dw=last, dh=experts, color_mapper=_colours())
+    return plot
