@@ -1,8 +1,8 @@
 """MkDocs hooks: pages from outside docs/, generated pages, and links that hold both there and in the repository.
 
 In the repository a page links to another one by its path; on the site README.md is the first page, and the results and
-their log are beside the other pages. A link to a file that is no page of the site stays as it is, so that
-`mkdocs build --strict` fails on it.
+their log are beside the other pages. A link to any other file in the repository becomes text. A link to no file stays,
+so that `mkdocs build --strict` fails on it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ OUTSIDE = {
     **{f"benchmarks/log/{path.name}": f"log/{path.name}" for path in sorted((ROOT / "benchmarks/log").glob("*.md"))},
 }
 _IN_REPOSITORY = {site: place for place, site in OUTSIDE.items()}
+_LINKED = re.compile(r"(?<!!)\[([^\[\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)\)")
 _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 
 
@@ -51,4 +52,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         target = OUTSIDE.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
         return link[0] if target is None else link[1] + posixpath.relpath(target, posixpath.dirname(site) or ".")
 
-    return _LINK.sub(on_site, markdown)
+    def without_sources(link: re.Match[str]) -> str:
+        place = posixpath.normpath(posixpath.join(folder, link[2]))
+        page = place in OUTSIDE or place.startswith("docs/")
+        return link[1] if not page and (ROOT / place).is_file() else link[0]
+
+    return _LINK.sub(on_site, _LINKED.sub(without_sources, markdown))
