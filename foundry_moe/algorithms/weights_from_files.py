@@ -35,7 +35,7 @@ def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
     LLM Foundry had all of them to read, since transformers draws what a folder lacks.
 
     Raises:
-        ValueError: a file that LLM Foundry would read is missing, truncated or no safetensors.
+        ValueError: a file that LLM Foundry would read is missing, truncated or not safetensors.
     """
     model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
     if not isinstance(algorithms.get("dmoe"), Mapping):
