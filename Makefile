@@ -14,6 +14,7 @@
 #   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
 #   make test-transformers          foundry_moe/integrations on the base install with transformers 5
 #   make test-peft                  export --adapter, read by peft with transformers 5
+#   make mutants MODULE=foundry_moe/ops/mlp.py [MUTANTS="--sample 20"]   edits of a module that its tests do not notice
 #   make papers                     lists the claims of papers that can be measured again, with their commands
 #   make verify                     compares training on meshes of 1 to 8 processes with one process
 STACK ?= modern
@@ -34,7 +35,7 @@ export HF_DATASETS_OFFLINE := 1
 # If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test test-all test-rest lint docs check-exports test-transformers test-peft papers verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs check-exports test-transformers test-peft mutants papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -74,6 +75,9 @@ test-peft: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers
 	$(BIN)/uv pip install --quiet --python .venv-transformers/bin/python peft "numpy<2.4"
 	$(BIN)/python -m pytest tests/commands/test_export_adapter.py
+
+mutants: env
+	nice $(BIN)/python scripts/mutants.py $(MODULE) $(MUTANTS)
 
 papers: env
 	@$(BIN)/python -m benchmarks.papers
