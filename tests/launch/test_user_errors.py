@@ -12,7 +12,7 @@ from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError,
 from foundry_moe.checkpoint.layout import intersect
 from foundry_moe.config import MoEConfig
 from foundry_moe.launch.checkpoint_settings import parse_interval
-from foundry_moe.launch.user_errors import NONFINITE, PASSING_ERROR, TAKEN_OVER, USER_ERROR, NonfiniteError, run_cleanly
+from foundry_moe.launch.user_errors import NonfiniteError, run_cleanly
 from foundry_moe.schema import UserError, caught
 from tests.helpers.demo import DEMO, ROOT
 
@@ -46,12 +46,12 @@ def find_damage():
 @pytest.mark.parametrize(
     ("mistake", "code"),
     [
-        (refuse_top_k, USER_ERROR),
-        (refuse_checkpoint, USER_ERROR),
-        (lose_folder, TAKEN_OVER),
-        (lose_numbers, NONFINITE),
-        (miss_store, PASSING_ERROR),
-        (find_damage, PASSING_ERROR),
+        (refuse_top_k, 2),
+        (refuse_checkpoint, 2),
+        (lose_folder, 4),
+        (lose_numbers, 3),
+        (miss_store, 1),
+        (find_damage, 1),
     ],
 )
 def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, code, capsys):
