@@ -8,12 +8,13 @@
 #                                   (WORKERS=4: four files at once; many tests start processes)
 #   make lint                       ruff and mypy
 #   make docs                       the documentation site, in build/site; a broken link is an error
+#   make dist                       sdist and wheel in build/dist, checked by twine, installed and run
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
 #   make chaos-ceph                 the same on a local Ceph RGW (Debian packages: see scripts/ceph_rgw.sh) or on any
 #                                   S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
 #   make test-transformers          foundry_moe/integrations on the base install with transformers 5
-#   make test-peft                  export --adapter, read by peft with transformers 5
+#   make test-peft                  export --adapter, with peft 0.18 and the newest, and transformers 5
 #   make mutants MODULE=foundry_moe/ops/mlp.py [MUTANTS="--sample 20"]   edits of a module that its tests do not notice
 #   make papers                     lists the claims of papers that can be measured again, with their commands
 #   make verify                     compares training on meshes of 1 to 8 processes with one process
@@ -35,7 +36,7 @@ export HF_DATASETS_OFFLINE := 1
 # If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test test-all test-rest lint docs check-exports test-transformers test-peft mutants papers verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs dist check-exports test-transformers test-peft mutants papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -64,6 +65,9 @@ docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in build/site; its search needs a server: python -m http.server --directory build/site"
 
+dist: env
+	scripts/check_wheel.sh $(VENV)
+
 check-exports: env
 	scripts/check_exports.sh $(VENV) $(FOLDERS)
 
@@ -73,7 +77,8 @@ test-transformers: env
 
 test-peft: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers
-	$(BIN)/uv pip install --quiet --python .venv-transformers/bin/python peft "numpy<2.4"
+	$(BIN)/uv pip install --quiet --python .venv-transformers/bin/python --upgrade-package peft peft "numpy<2.4"
+	$(BIN)/uv pip install --quiet --no-deps --target .venv-transformers/peft-0.18 "peft==0.18.*"
 	$(BIN)/python -m pytest tests/commands/test_export_adapter.py
 
 mutants: env

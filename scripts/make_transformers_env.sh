@@ -18,7 +18,7 @@ print(*(f'{name}=={version(name)}' for name in ('torch', 'triton')))")
 # Triton 3.6's interpreter fails with numpy 2.5
 # shellcheck disable=SC2086
 "$venv/bin/uv" pip install --quiet --python "$env/bin/python" --editable ".[transformers]" $versions \
-    "numpy<2.4" pytest pytest-timeout pytest-xdist accelerate trl kernels
+    "numpy<2.4" pytest pytest-timeout pytest-xdist trl kernels
 if "$env/bin/python" -c "import composer" 2>/dev/null; then
     echo "make_transformers_env: the base install brought Composer: see REQUIRES in setup.py" >&2
     exit 1

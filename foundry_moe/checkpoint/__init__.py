@@ -47,8 +47,7 @@ def open_store(folder: str, options: StoreOptions | None = None) -> Store:
     try:
         from foundry_moe.checkpoint.store_cloud import CloudStore
     except ImportError as error:
-        extra = {"gs": "gcs", "az": "azure"}[scheme]
         raise UserError(
-            f"folder {folder!r}: {scheme}:// needs obstore ({error}): pip install 'foundry_moe[{extra}]'"
+            f"folder {folder!r}: {scheme}:// needs obstore ({error}): pip install 'obstore>=0.12,<1'"
         ) from error
     return CloudStore(folder, options)

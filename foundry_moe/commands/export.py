@@ -47,8 +47,11 @@ def export_command(arguments: argparse.Namespace) -> int:
     def write(found: Found) -> str:
         if arguments.adapter:
             architecture, weights = _read(store, found)
+            tokenizer = read_tokenizer(arguments.tokenizer, architecture)
             with beside(out) as partial:
-                return write_adapter(architecture, weights, partial, form=form, dtype=dtype)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(partial)
+                return write_adapter(architecture, weights, partial, base=arguments.base, form=form, dtype=dtype)
         exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
         tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture)
         exported = replace(exported, tokenizer=tokenizer)

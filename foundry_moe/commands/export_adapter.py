@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.commands.exported_files import Source, Weights
+from foundry_moe.commands.source_files import copy_tokenizer
 from foundry_moe.models.adapters import Factors, factors_of, read_folder, scale_of
 from foundry_moe.models.blocks import WeightPart
 from foundry_moe.models.conversion import apply_dmoe
@@ -34,6 +35,7 @@ _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
 FUSED_TARGETS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 GPT_OSS = "gpt_oss"
+_LAYOUT_SINCE = "0.19.0"  # of peft: earlier ones exchange A and B of fused weights, and refuse the shapes written here
 # from all factors and the layers to the tensors of a folder, by name
 Pairs = Callable[[Factors, list[int]], Iterator[tuple[str, Tensor]]]
 
@@ -108,10 +110,13 @@ def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float) -> Tensor:
     return scale * (b_ENL.double() @ a_EKL.double().mT)
 
 
-def write_adapter(architecture: Architecture, weights: Weights, out: Path, *, form: str, dtype: str | None) -> str:
+def write_adapter(
+    architecture: Architecture, weights: Weights, out: Path, *, base: str | None, form: str, dtype: str | None
+) -> str:
     """Writes `adapter_config.json` and `adapter_model.safetensors`.
 
     Args:
+        base: name or folder of the model that is adapted; None = the recorded one.
         form: peft | per-expert.
         dtype: of the tensors, as torch names it; None = fp32.
 
@@ -135,16 +140,21 @@ def write_adapter(architecture: Architecture, weights: Weights, out: Path, *, fo
         for matrix, (outputs, inputs) in shapes.items():
             for factor, rows in (("A", inputs), ("B", outputs)):
                 factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
-    _write(factors, out, scale, dtype, pairs=None if form == "peft" else partial(_per_expert, native.family, parts))
+    base = base or architecture.source
+    pairs = None if form == "peft" else partial(_per_expert, native.family, parts)
+    _write(factors, out, scale, dtype, base=base, pairs=pairs)
     layers = len(native.blocks.layers)
-    return f"step {weights.found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
+    return (
+        f"step {weights.found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}, "
+        f"for {base or 'a model that the checkpoint does not name: name it with --base'}"
+    )
 
 
 def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:
     """Writes a PEFT folder's adapters in another format. GPT-OSS's: see `docs/how-to/lora.md`.
 
     Args:
-        base: the folder of the model that is adapted, for its `config.json`.
+        base: the folder of the model that is adapted, for its `config.json` and its tokenizer, if `folder` has none.
 
     Returns:
         A sentence on what was written.
@@ -161,8 +171,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         ) from error
     interleaved = kind == GPT_OSS
     tensors, settings = read_folder(folder)
-    rank = int(settings["r"])
-    factors = factors_of(tensors, rank, int(experts), folder, interleaved=interleaved)
+    factors = factors_of(tensors, settings, int(experts), folder, interleaved=interleaved)
     layers = sorted({layer for layer, _, _ in factors})
     lacking = [
         (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
@@ -176,14 +185,22 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         family = family_of(kind)
         parts = family.parts(family.read(AutoConfig.for_model(**config)))
         pairs = partial(_per_expert, family, [part for part in parts if part.expert is not None])
-    _write(factors, out, scale_of(settings), dtype, pairs=pairs, interleaved=interleaved)
+    _write(factors, out, scale_of(settings), dtype, base=base, pairs=pairs, interleaved=interleaved)
+    copy_tokenizer(folder if (folder / "tokenizer_config.json").is_file() else Path(base or ""), out)
     return f"adapters of {len(layers)} layers of {kind} in the format {form}"
 
 
 def _write(
-    factors: Factors, out: Path, scale: float, dtype: str | None, *, pairs: Pairs | None, interleaved: bool = False
+    factors: Factors,
+    out: Path,
+    scale: float,
+    dtype: str | None,
+    *,
+    base: str | None,
+    pairs: Pairs | None,
+    interleaved: bool = False,
 ) -> None:
-    """Writes the folder: the tensors of `pairs`, or peft's fused ones."""
+    """Writes the folder: the tensors of `pairs`, or peft's fused ones. A local `base` is recorded as absolute path."""
     layers = sorted({layer for layer, _, _ in factors})
     experts, _, rank = next(iter(factors.values())).shape
     written = dict(_fused(factors, layers, interleaved=interleaved) if pairs is None else pairs(factors, layers))
@@ -197,9 +214,12 @@ def _write(
         {name: tensor.to(kind, copy=True).contiguous() for name, tensor in written.items()},
         out / "adapter_model.safetensors",
     )
+    if base and Path(base).is_dir():
+        base = str(Path(base).absolute())
     # SGLang does not read rsLoRA's scale: alpha has it
     config = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True},
+        **{"peft_type": "LORA", "peft_version": _LAYOUT_SINCE, "task_type": "CAUSAL_LM"},
+        **{"base_model_name_or_path": base or None, "inference_mode": True},
         **{"r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
         **{"target_modules": [], **targets},
     }

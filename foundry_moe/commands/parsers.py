@@ -224,8 +224,8 @@ def add_export_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--base",
         metavar="FOLDER",
-        help="with --merge, the Hugging Face model that the run began with, for checkpoints that leave out the frozen "
-        "weights (default: where the checkpoint says it is); with --adapter of a PEFT folder, the model it adapts",
+        help="the Hugging Face model that the run began with (default: the one that the checkpoint records): with "
+        "--merge, for checkpoints that leave out the frozen weights; with --adapter, for adapter_config.json",
     )
     lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, as a PEFT folder")
     parser.add_argument(

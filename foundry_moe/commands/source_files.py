@@ -9,6 +9,10 @@ from pathlib import Path
 COPIED, REPLACED = "copied", "replaced by the export's own"
 DONE = (COPIED, REPLACED)
 _MOST_BYTES = 2**20
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "*.model", "spiece*"),
+)
 # the first pattern that matches a file's lower-case name decides
 _FILES = {
     "licen[cs]e*": COPIED,
@@ -17,8 +21,7 @@ _FILES = {
     "use_policy*": COPIED,
     **dict.fromkeys(("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"), REPLACED),
     **dict.fromkeys(("config.json", "generation_config.json", "certificate.*"), REPLACED),
-    **dict.fromkeys(("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"), REPLACED),
-    **dict.fromkeys(("vocab.*", "merges.txt", "*.model", "spiece*"), REPLACED),
+    **dict.fromkeys(_TOKENIZER, REPLACED),
     "*.py": "dropped: transformers' own classes load the export",
     "readme*": "dropped: it describes the source model",
     **dict.fromkeys(("*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"), "dropped: weights of the source"),
@@ -47,3 +50,10 @@ def copy_beside_weights(source: str, out: Path) -> dict[str, str]:
             shutil.copyfile(path, out / path.name)
         found[path.name] = done
     return found
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copies the files of a folder's tokenizer."""
+    for path in folder.iterdir():
+        if path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _TOKENIZER):
+            shutil.copyfile(path, out / path.name)

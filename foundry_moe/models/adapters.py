@@ -108,9 +108,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     tensors, config = read_folder(folder)
     layers = {layer.layer_index: layer for layer in moe_layers(model)}
-    rank, scale = int(config["r"]), scale_of(config)
+    scale = scale_of(config)
     counts = {layer.num_experts for layer in layers.values()}
-    factors = factors_of(tensors, rank, max(counts, default=1), folder)
+    factors = factors_of(tensors, config, max(counts, default=1), folder)
     for index, layer in layers.items():
         experts = layer.experts
         if not isinstance(experts, Experts) or experts.lora is None:
@@ -157,13 +157,18 @@ def scale_of(config: Mapping[str, Any]) -> float:
 
 
 def factors_of(
-    tensors: dict[str, Tensor], rank: int, experts: int, folder: Path, *, interleaved: bool = False
+    tensors: dict[str, Tensor], config: Mapping[str, Any], experts: int, folder: Path, *, interleaved: bool = False
 ) -> Factors:
     """Reads factors of all formats. A tensor that belongs to no expert is an error, since the run would not train it.
 
     Args:
-        interleaved: rows of fused tensors of gate and up alternate, as GPT-OSS's do.
+        config: of the folder.
+        interleaved: a GPT-OSS, whose weights are stored [E, K, N] with alternating rows of gate and up.
     """
+    rank = int(config["r"])
+    # before 0.19 peft took all fused weights for [E, K, N]: its A had the outputs of [E, N, K], its B the inputs
+    written_by = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    exchanged = written_by is not None and (int(written_by[1]), int(written_by[2])) < (0, 19) and not interleaved
     pairs: dict[tuple[int, str, str], dict[int, Tensor]] = defaultdict(dict)
     factors: Factors = {}
     for name, tensor in tensors.items():
@@ -178,6 +183,8 @@ def factors_of(
             # A: expert e in rows e * M and on; B: in columns e, e + E, ...
             by_expert = tensor.view(experts, rank, -1) if factor == "A" else tensor.view(-1, rank, experts)
             whole = by_expert.mT if factor == "A" else by_expert.permute(2, 0, 1)
+            if exchanged:
+                factor = "B" if factor == "A" else "A"
         elif stacked and tensor.dim() == 3:
             layer, wide, factor = int(stacked[1]), stacked[2] == "gate_up", stacked[3]
             whole = tensor.mT if factor == "A" else tensor

@@ -12,8 +12,11 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -44,9 +47,9 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
-def adapted(kind: str, **lora: Any) -> nn.Module:
+def adapted(kind: str, native: Any = None, **lora: Any) -> nn.Module:
     """A small model of a family whose experts have adapters."""
-    native = small(kind)
+    native = native or small(kind)
     blocks = family_of(native.config.model_type).read(native.config)
     keys: Any = {"r": 3, "alpha": 4, **lora}
     apply_dmoe(native, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k, lora=keys))
@@ -107,8 +110,12 @@ def test_a_checkpoint_without_the_base_is_merged_with_it(tmp_path: Path, capsys:
         assert sentence in capsys.readouterr().err
 
 
-def tensors_of(model: nn.Module, tmp_path: Path, *words: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--adapter", *words) == 0
+def tensors_of(
+    model: nn.Module, tmp_path: Path, *words: str, tokenizer: Any = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    wrapped: Any = Wrapped(model)
+    wrapped.tokenizer = tokenizer
+    assert export(commit(wrapped, tmp_path / "run"), tmp_path / "out", "--adapter", *words) == 0
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     return load_file(tmp_path / "out" / "adapter_model.safetensors"), config
 
@@ -189,33 +196,115 @@ def test_fused_tensors_are_pefts(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
-def test_peft_loads_the_folder_onto_the_original_model(kind: str, tmp_path: Path) -> None:
-    if not PEFT.exists() or subprocess.run([PEFT, "-c", "import peft"], capture_output=True).returncode:
+def peft(script: str, *words: object, version: str = "newest") -> subprocess.CompletedProcess[str]:
+    """Runs a script in the environment with transformers 5 and peft; `make test-peft` makes it."""
+    older = PEFT.parents[1] / f"peft-{version}"
+    if not PEFT.exists() or (version == "newest" and subprocess.run([PEFT, "-c", "import peft"]).returncode):
         pytest.skip("no environment with transformers 5 and peft: make test-peft")
-    model = adapted(kind)
-    tensors_of(model, tmp_path)
-    small(kind).save_pretrained(tmp_path / "base")
-    save_file({"ids": IDS, "logits": logits(model).contiguous()}, tmp_path / "expected.safetensors")
-    script = """
+    if version != "newest" and not older.is_dir():
+        pytest.skip(f"no peft {version}: make test-peft")
+    return subprocess.run(
+        [PEFT, "-W", "error::UserWarning:peft", "-c", script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(older)},
+    )
+
+
+LOADED = """
 import sys, torch
 from pathlib import Path
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
 folder = Path(sys.argv[1])
 expected = load_file(folder / "expected.safetensors")
-model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-model = PeftModel.from_pretrained(model, str(folder / "out")).eval()
+model = AutoPeftModelForCausalLM.from_pretrained(str(folder / "out"), dtype=torch.float32).eval()
 with torch.no_grad():
     found = model(input_ids=expected["ids"]).logits
 torch.testing.assert_close(found, expected["logits"], rtol=1e-4, atol=1e-5)
+assert AutoTokenizer.from_pretrained(folder / "out")("to be")["input_ids"] == [1, 2]
 """
-    done = subprocess.run(
-        [PEFT, "-W", "error::UserWarning:peft", "-c", script, str(tmp_path)], capture_output=True, text=True
-    )
+# trained by peft: adapters of its own shapes, with numbers
+TRAINED = """
+import sys, torch
+from pathlib import Path
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+folder = Path(sys.argv[1])
+ids = load_file(folder / "ids.safetensors")["ids"]
+model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+config = LoraConfig(r=3, lora_alpha=4, target_modules=[], target_parameters=targets, task_type="CAUSAL_LM")
+torch.manual_seed(7)
+model = get_peft_model(model, config).eval()
+with torch.no_grad():
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    save_file({"ids": ids, "logits": model(input_ids=ids).logits.contiguous()}, folder / "expected.safetensors")
+model.save_pretrained(str(folder / "old"))
+"""
+
+
+def base_with_tokenizer(kind: str, folder: Path) -> nn.Module:
+    """A model that was loaded from `folder`, which holds a tokenizer of two words."""
+    model = small(kind)
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<unk>": 0, "to": 1, "be": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_peft_loads_the_folder_alone_with_its_base_and_tokenizer(kind: str, tmp_path: Path) -> None:
+    model = adapted(kind, base_with_tokenizer(kind, tmp_path / "base"))
+    _, config = tensors_of(model, tmp_path, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "base"))
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    save_file({"ids": IDS, "logits": logits(model).contiguous()}, tmp_path / "expected.safetensors")
+    done = peft(LOADED, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "missing adapter keys" not in done.stderr
+    # its A has the outputs of a matrix, its B the inputs
+    refused = peft(LOADED, tmp_path, version="0.18")
+    assert refused.returncode == 1 and "size mismatch for base_model.model" in refused.stderr
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("version", ["0.18", "newest"])
+def test_adapters_that_peft_trained_are_converted_and_continued(kind: str, version: str, tmp_path: Path) -> None:
+    base_with_tokenizer(kind, tmp_path / "base")
+    save_file({"ids": IDS}, tmp_path / "ids.safetensors")
+    done = peft(TRAINED, tmp_path, version=version)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert export(tmp_path / "old", tmp_path / "out", "--adapter", "--base", tmp_path / "base") == 0
+    done = peft(LOADED, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    continued = adapted(kind)
+    load_adapter(continued, tmp_path / "old")
+    expected = load_file(tmp_path / "expected.safetensors")["logits"]
+    torch.testing.assert_close(logits(continued), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_layout_of_peft_0_18_is_converted(tmp_path: Path) -> None:
+    """Its A [E r, N] and B [K, r E] are B and A of the folder that the newest writes."""
+    model = adapted("mixtral")
+    fused, config = tensors_of(model, tmp_path)
+    count, rank = family_of("mixtral").read(small("mixtral").config).num_experts, config["r"]
+    older = {}
+    for name, tensor in fused.items():
+        if ".lora_A." in name:
+            older[name.replace("lora_A", "lora_B")] = tensor.view(count, rank, -1).permute(2, 1, 0).flatten(1)
+        else:
+            older[name.replace("lora_B", "lora_A")] = tensor.view(-1, rank, count).permute(2, 1, 0).flatten(0, 1)
+    save_file({name: tensor.contiguous() for name, tensor in older.items()}, tmp_path / "out/adapter_model.safetensors")
+    (tmp_path / "out/adapter_config.json").write_text(json.dumps({**config, "peft_version": "0.18.1"}))
+    again = adapted("mixtral")
+    load_adapter(again, tmp_path / "out")
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

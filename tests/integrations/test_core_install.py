@@ -77,7 +77,7 @@ def test_training_command_names_the_extra_that_is_missing(tmp_path):
     done = run("-m", "foundry_moe.train", str(ROOT / "yamls/demo/cpu.yaml"), folder=tmp_path)
     assert done.returncode == 2
     assert "the training command needs composer and llmfoundry" in done.stderr
-    assert "pip install 'foundry_moe[foundry]'" in done.stderr
+    assert "pip install '.[foundry]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
