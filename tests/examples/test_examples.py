@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -16,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.quick
 
 
-def run(*words: str, **environment: str) -> str:
+def run(*words: str, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *words],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
@@ -64,3 +65,17 @@ def test_a_pruned_layer_trains_back_to_the_dense_loss() -> None:
     output = run("examples/pruned_linear.py", TRITON_INTERPRET="0")
     dense, pruned, trained = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))
     assert dense < 0.01 and pruned > 4 * dense and trained < 2 * dense
+
+
+def test_the_notebook_turns_a_dense_model_into_experts(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples" / "dense_to_experts.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "LICENSE").symlink_to(ROOT / "LICENSE")
+    (tmp_path / "notebook.py").write_text("\n".join([*code, "figure.savefig('figure.png')"]))
+    output = run("notebook.py", cwd=tmp_path, MPLBACKEND="agg", PYTHONPATH=str(ROOT))
+    upcycled, saved = (float(number) for number in re.findall(r"largest difference of logits (\S+)", output))
+    assert max(upcycled, saved) < 1e-4 and "MixtralForCausalLM" in output
+    dense, experts = (float(loss) for loss in re.search(r"dense ([\d.]+), experts ([\d.]+)", output).groups())
+    assert max(dense, experts) < float(re.search(r"held-out loss ([\d.]+)", output)[1])
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
