@@ -71,7 +71,7 @@ def test_a_run_that_is_done_says_so(launched):
 
 MISTAKES = {
     "model.moe.num_exprts=4": "model.moe.num_exprts is not a key of model.moe; did you mean 'num_experts'?",
-    "model.moe.top_k=9": "model.moe: top_k (9) must be between 1 and num_experts (8)",
+    "model.moe.top_k=9": "model.moe.top_k (9) must be between 1 and num_experts (8)",
     "model.moe.gate.name=topq": "there is no gate 'topq'",
     "model.moe.loss.balanse=1": "loss.balanse: gate topk has no such loss; did you mean 'balance'?",
     "algorithms.dmoe.num_experts=4": "both put experts into the model: keep one of them",
@@ -160,7 +160,7 @@ def test_fsdp1_is_refused(capsys, monkeypatch):
 def test_the_launcher_passes_the_sentence_and_the_code_on():
     done = run(BIN / "composer", "-n", "1", "foundry_moe/train.py", DEMO, "model.moe.top_k=9")
     assert done.returncode != 0
-    assert "error: model.moe: top_k (9)" in done.stdout + done.stderr
+    assert "error: model.moe.top_k (9)" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
