@@ -4,7 +4,27 @@ Importing this package is fast and needs no GPU: public names are loaded at thei
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a public name
+    from foundry_moe.algorithms.dmoe import DMoE as DMoE
+    from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint as ElasticCheckpoint
+    from foundry_moe.callbacks.expert_load import ExpertLoad as ExpertLoad
+    from foundry_moe.checkpoint.dcp_reader import Reader as Reader
+    from foundry_moe.checkpoint.dcp_writer import Writer as Writer
+    from foundry_moe.config import MeshConfig as MeshConfig
+    from foundry_moe.config import MoEConfig as MoEConfig
+    from foundry_moe.layers.context import BatchContext as BatchContext
+    from foundry_moe.layers.lookup import batch_context as batch_context
+    from foundry_moe.layers.lookup import moe_layers as moe_layers
+    from foundry_moe.layers.lookup import note_loads as note_loads
+    from foundry_moe.layers.lookup import step_gates as step_gates
+    from foundry_moe.layers.moe import MoELayer as MoELayer
+    from foundry_moe.layers.schedule import Progress as Progress
+    from foundry_moe.models.conversion import apply_dmoe as apply_dmoe
+    from foundry_moe.models.mpt import DMoECausalLM as DMoECausalLM
+    from foundry_moe.parallel.gradients import clip_norm as clip_norm
+    from foundry_moe.parallel.placement import parallelize as parallelize
 
 __version__ = "0.1.0"
 
@@ -37,7 +57,9 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, any name of the package would have the type Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,12 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, TypeVar, Union
+from dataclasses import MISSING, fields
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class UserError(ValueError):
@@ -101,24 +103,56 @@ def suggests_keys(cls: type[T]) -> type[T]:
 
     @functools.wraps(create)
     def checked(self: T, *arguments: Any, **keys: Any) -> None:
-        if wrong := _mistakes_of_keys(cls, keys, cls.__name__):
+        if wrong := _mistakes_of_keys(_forms(cls), typing.get_type_hints(cls), keys, cls.__name__):
             raise TypeError("; ".join(wrong.values()))
-        create(self, *arguments, **keys)
+        create(self, *arguments, **{key: tuple(v) if isinstance(v, list) else v for key, v in keys.items()})
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]
     return cls
 
 
-def _mistakes_of_keys(cls: type, given: Mapping[str, Any], where: str) -> dict[str, str]:
-    """A sentence for each key that `cls` does not have, or whose value has another type."""
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+def checks_keys(where: str) -> Callable[[Init], Init]:
+    """Decorates an `__init__`: unknown keywords and values of another type raise a UserError, as YAML's do."""
+
+    def decorate(create: Init) -> Init:
+        parameters = list(inspect.signature(create).parameters.values())[1:]
+        hints = typing.get_type_hints(create)
+        forms = {
+            item.name: f"text such as {item.default!r}" if item.default and isinstance(item.default, str) else None
+            for item in parameters
+        }
+
+        @functools.wraps(create)
+        def checked(self: Any, *arguments: Any, **keys: Any) -> None:
+            given = {**dict(zip(forms, arguments, strict=False)), **keys}
+            raise_mistakes(_mistakes_of_keys(forms, hints, given, where).values())
+            create(self, *arguments, **keys)
+
+        return typing.cast(Init, checked)
+
+    return decorate
+
+
+def takes_keys_of(config: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorates an `__init__(self, **keys)`: type checkers check its keys as those of `config`."""
+    return lambda create: create
+
+
+def _forms(cls: type) -> dict[str, str | None]:
+    """By key of a dataclass, its valid values in words where the type does not tell."""
+    return {item.name: item.metadata.get("form") for item in fields(cls)}  # type: ignore[arg-type]
+
+
+def _mistakes_of_keys(
+    forms: Mapping[str, str | None], hints: Mapping[str, Any], given: Mapping[str, Any], where: str
+) -> dict[str, str]:
+    """A sentence for each key that is not one of `forms`, or whose value has another type than `hints` has."""
     found = {}
     for key, value in given.items():
-        if key not in known:
-            found[key] = f"{where}.{key} is not a key of {where}; {nearest(key, known)}"
+        if key not in forms:
+            found[key] = f"{where}.{key} is not a key of {where}; {nearest(key, forms)}"
         elif not fits(value, hints[key]):
-            found[key] = f"{where}.{key} must be {_form_of(known[key], hints[key])}, not {value!r}"
+            found[key] = f"{where}.{key} must be {forms[key] or _plain(hints[key])}, not {value!r}"
     return found
 
 
@@ -147,10 +181,6 @@ def fits(value: Any, annotation: Any) -> bool:
     if annotation is type(None):
         return value is None
     return isinstance(value, annotation) if isinstance(annotation, type) else True
-
-
-def _form_of(item: Field, annotation: Any) -> str:
-    return item.metadata.get("form") or _plain(annotation)
 
 
 def _plain(annotation: Any) -> str:
@@ -196,13 +226,14 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     hints = typing.get_type_hints(cls)
     removed = getattr(cls, "REMOVED", {})
     given = {key: value for key, value in mapping.items() if key not in removed}
-    wrong = _mistakes_of_keys(cls, given, where)
+    forms = _forms(cls)
+    wrong = _mistakes_of_keys(forms, hints, given, where)
     missing = [
         name for name, item in known.items() if item.default is item.default_factory is MISSING and name not in given
     ]
     mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
     mistakes += wrong.values()
-    mistakes += [f"{where}.{name} is missing: give it {_form_of(known[name], hints[name])}" for name in missing]
+    mistakes += [f"{where}.{name} is missing: give it {forms[name] or _plain(hints[name])}" for name in missing]
     raise_mistakes(mistakes)
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     try:
@@ -219,15 +250,25 @@ def with_whole_key(where: str, sentence: str, keys: Iterable[str]) -> str:
     return f"{where}.{sentence}" if first in keys and not sentence.startswith(f"{where}.") else sentence
 
 
-def with_keys(text: str | None, cls: type) -> str:
-    """A docstring with that of `cls`, which explains its keys, and their defaults, for `llmfoundry registry find`."""
-    defaults = {}
-    for item in fields(cls):  # type: ignore[arg-type]
-        given = item.default if item.default_factory is MISSING else item.default_factory()
-        if given is not MISSING:
-            defaults[item.name] = given
-    listed = ", ".join(f"{key} {yaml_value(value)}" for key, value in defaults.items())
-    return "\n\n".join([inspect.cleandoc(text or ""), "Keys:", inspect.getdoc(cls) or "", f"Defaults: {listed}"])
+def with_keys(config: type) -> Callable[[type[T]], type[T]]:
+    """Decorates a class that takes the keys of `config`: its signature, and a docstring with the keys and defaults.
+
+    `help`, completion in a shell and `llmfoundry registry find` show them.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        defaults = {}
+        for item in fields(config):
+            given = item.default if item.default_factory is MISSING else item.default_factory()
+            if given is not MISSING:
+                defaults[item.name] = given
+        listed = ", ".join(f"{key} {yaml_value(value)}" for key, value in defaults.items())
+        keys = ["Keys:", inspect.getdoc(config) or "", f"Defaults: {listed}"]
+        cls.__doc__ = "\n\n".join([inspect.cleandoc(cls.__doc__ or ""), *keys])
+        cls.__signature__ = inspect.signature(config)  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def yaml_value(value: Any) -> str:

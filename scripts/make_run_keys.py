@@ -108,13 +108,13 @@ def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
         except Exception:  # names that exist for type checkers alone
             hints = {}
         for parameter in parameters:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in GIVEN:
+            keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if not keyword or parameter.name in GIVEN:
                 continue
             found.setdefault(parameter.name, "|".join(kinds(hints.get(parameter.name, Any))))
             if parameter.default is parameter.empty and is_open and index == 0:
                 required.add(parameter.name)
-        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-        is_open = bool(rest) and rest[0].name != "unknown"  # `**unknown` is there to refuse them
+        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         if not is_open:
             break
     return {"keys": dict(sorted(found.items())), "required": sorted(required), "open": is_open}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
@@ -18,16 +18,19 @@ from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.schema import UserError, from_mapping, with_keys
+from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
 
 __all__ = ["DMoE", "apply_dmoe"]
 
 
+@with_keys(MoEConfig)
 class DMoE(Algorithm):
     """Dropless Mixture-of-Experts: replaces feed-forward blocks by experts when training begins.
 
     Runs on `Event.INIT`, before the model is wrapped or sharded, on MPT models and on Hugging Face causal LMs with
     Llama-like blocks; and after each loss, to scale auxiliary losses as the trainer scales the loss.
+
+    In Python, `DMoE(num_experts=8, top_k=2)` or `DMoE(MoEConfig(...))`.
 
     YAML::
 
@@ -42,15 +45,26 @@ class DMoE(Algorithm):
         ValueError: an unknown key (the nearest is named) or an invalid value; before any GPU work.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    @overload
+    def __init__(self, config: MoEConfig, /) -> None: ...
+
+    @overload
+    @takes_keys_of(MoEConfig)
+    def __init__(self, **settings: Any) -> None: ...
+
+    def __init__(self, config: MoEConfig | None = None, /, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
         self._loaded: bool | None = settings.pop(LOADED, None)  # both from `describe_weights`
         self._source: str | None = settings.pop(SOURCE, None)
         self._files = WeightsFromFiles(self._source) if self._source and self._loaded else None
-        self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
+        if config is None:
+            config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
+        elif settings or not isinstance(config, MoEConfig):
+            raise UserError(f"DMoE takes a MoEConfig, or its keys as in DMoE(num_experts=8), not {config!r}")
+        self.config = config
         if self.config.mesh == AUTO:
             raise UserError(f"algorithms.dmoe.{MESH_NEEDS_PLAN}")
-        self._settings = settings
+        self._settings = settings or vars(config)
         self._start = None if self.config.lora_config is None else self.config.lora_config.start
 
     def __repr__(self) -> str:
@@ -108,6 +122,3 @@ class DMoE(Algorithm):
         for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once per layer
             warnings.warn(text, stacklevel=2)
         return layers
-
-
-DMoE.__doc__ = with_keys(DMoE.__doc__, MoEConfig)

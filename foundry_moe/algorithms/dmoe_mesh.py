@@ -23,7 +23,7 @@ from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_nor
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
-from foundry_moe.schema import UserError, from_mapping, with_keys
+from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +191,7 @@ class MeshGradients(Algorithm):
             clip_value(state.model.parameters(), self.clipping_threshold)
 
 
+@with_keys(MeshConfig)
 class MoEMesh(Algorithm):
     """Places a model that was built with dMoE layers (`model.name: dmoe_causal_lm`) on a mesh.
 
@@ -205,6 +206,7 @@ class MoEMesh(Algorithm):
         ValueError: an unknown key or an invalid mesh; before any GPU work.
     """
 
+    @takes_keys_of(MeshConfig)
     def __init__(self, **settings: Any) -> None:
         self.config = from_mapping(MeshConfig, settings, "algorithms.dmoe_mesh")
 
@@ -213,9 +215,6 @@ class MoEMesh(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         place_on_mesh(state, self.config)
-
-
-MoEMesh.__doc__ = with_keys(MoEMesh.__doc__, MeshConfig)
 
 
 def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from foundry_moe.checkpoint.store import folder_problem
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.launch.ending import leave
 from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, takes_keys_of, with_keys
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,13 @@ REWINDS = 3  # to one checkpoint
 ADVICE = "lower the learning rate or inspect the data"
 
 
+@with_keys(CheckpointConfig)
 class ElasticCheckpoint(Callback):
     """Saves the run in the background, as one commit of all ranks, and resumes it on any mesh.
 
     Under `callbacks` in YAML:
 
         elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
-
-    Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto,
-    optimizer_settings checkpoint, async true, max_failures 3, save_frozen true, reseed true, stale_after 6h,
-    endpoint_url null, region null, profile null, timeout 60s, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT],
-    max_nonfinite 3, on_nonfinite stop. See docs/how-to/checkpoints.md.
 
     On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite
@@ -59,6 +55,7 @@ class ElasticCheckpoint(Callback):
         ValueError: an unknown key or an impossible value.
     """
 
+    @takes_keys_of(CheckpointConfig)
     def __init__(self, **keys: Any) -> None:
         self.config: CheckpointConfig = checkpoint_config(keys)
         self.resumed_from: int | None = None

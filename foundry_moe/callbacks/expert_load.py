@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from composer.core import Callback, Event, State, Time, TimeUnit
@@ -21,7 +20,7 @@ from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
-from foundry_moe.schema import UserError, refuse_unknown
+from foundry_moe.schema import UserError, checks_keys
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
     """
     try:
         every = Time.from_input(interval, TimeUnit.BATCH)
-    except (ValueError, RuntimeError):  # for values that are neither text nor a number
+    except ValueError:
         raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
     if every.value <= 0:
         raise UserError(f"{where} ({interval!r}) must be above 0")
@@ -102,7 +101,7 @@ class ExpertLoad(Callback):
           expert_load:
             interval: 10ba       # how often to log
             per_layer: true      # also the figures of each layer
-        shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
+            shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
             file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
             html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
 
@@ -117,6 +116,7 @@ class ExpertLoad(Callback):
         ValueError: an unknown key, an invalid interval, or `html` without `file`.
     """
 
+    @checks_keys("callbacks.expert_load")
     def __init__(
         self,
         interval: str = "1ba",
@@ -124,9 +124,7 @@ class ExpertLoad(Callback):
         shares: bool = False,
         file: str | None = None,
         html: str | None = None,
-        **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, ("interval", "per_layer", "shares", "file", "html"), "callbacks.expert_load")
         if html and not file:
             raise UserError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
         self.due = at_interval(interval, "callbacks.expert_load.interval")

@@ -20,7 +20,7 @@ from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad, at_interval
 from foundry_moe.layers.moe import DROPPED
 from foundry_moe.models.mpt import DMoECausalLM
-from foundry_moe.schema import UserError, refuse_unknown
+from foundry_moe.schema import UserError, checks_keys
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
@@ -50,15 +50,14 @@ class RunReport(Callback):
         ValueError: an unknown key, an invalid interval, or no such file.
     """
 
+    @checks_keys("callbacks.run_report")
     def __init__(
         self,
         interval: str = "10ba",
         prompt: str = "",
         sample_tokens: int = 48,
         facts: str | None = None,
-        **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, ("interval", "prompt", "sample_tokens", "facts"), "callbacks.run_report")
         self.due = at_interval(interval, "callbacks.run_report.interval")
         self.prompt = prompt
         self.sample_tokens = sample_tokens

@@ -64,7 +64,7 @@ class CheckpointConfig:
     resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
         run forks: restarts then continue from the fork's own newest.
     optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
-    asynchronous: write it `async`. true uploads in the background; false waits for every save.
+    asynchronous: `async` in YAML. true uploads in the background; false waits for every save.
     max_failures: training stops after this many failed saves in a row.
     save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads them
         from that source and refuses other weights.

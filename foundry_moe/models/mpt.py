@@ -49,7 +49,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
     The FFN that `ffn_config` describes sets the experts' width and activation where `moe` has `auto`.
 
     Args:
-        moe: mapping of keys of `MoEConfig`.
+        moe: a `MoEConfig`, or a mapping of its keys.
         loss_fn: fused_linear_crossentropy | torch_crossentropy | auto. The first computes the training loss without
             storing all logits, and needs a GPU and Liger-Kernel; `auto` uses it if possible. It is not possible with
             `use_train_metrics`, whose metrics read logits. Evaluation always has logits.
@@ -59,8 +59,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
             fused loss that this model does not support.
     """
 
-    def __init__(self, moe: Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
-        config = from_mapping(MoEConfig, moe, "model.moe")
+    def __init__(self, moe: MoEConfig | Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
+        config = moe if isinstance(moe, MoEConfig) else from_mapping(MoEConfig, moe, "model.moe")
         if config.init == "upcycle":
             raise UserError(UPCYCLE_NEEDS_WEIGHTS)
         kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
