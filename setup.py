@@ -26,7 +26,6 @@ EXTRAS = {
     "foundry": [
         "mosaicml>=0.32,<0.33",
         "llm-foundry>=0.22,<0.23",
-        "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
         "setuptools<82",  # llm-foundry imports pkg_resources
         "bokeh>=3.4,<4",
         "liger-kernel>=0.8.3",  # the loss without logits; Triton only

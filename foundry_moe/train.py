@@ -86,7 +86,8 @@ def train(arguments: list[str]) -> int:
     # exit handlers run in reverse order: Composer registers its own later, and so closes callbacks and loggers first
     atexit.register(_destroy_process_group)
     try:
-        train_with_foundry(run)
+        # closed before the interpreter ends its thread pools, by which MLflow writes the metrics of the last 10 s
+        train_with_foundry(run).close()
     except BaseException as error:
         if not isinstance(error, ValueError) or _COMPLETE not in str(error):
             atexit.unregister(_destroy_process_group)  # other ranks may wait in a collective

@@ -211,9 +211,10 @@ def check_hf_checkpointer(state: State) -> None:
 
 
 def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None:
-    """Logs the numbers of parameters with experts under LLM Foundry's names, and replaces LLM Foundry's own.
+    """Logs the numbers of parameters with experts under LLM Foundry's names, and keeps its own from being logged.
 
-    LLM Foundry counts before `algorithms.dmoe` adds experts, and logs its counts after that.
+    LLM Foundry counts before `algorithms.dmoe` adds experts, and logs its counts after that. MLflow refuses a parameter
+    that is logged twice, with all metrics that it writes with it.
 
     Args:
         idle: of `n_active_params` as the model counts them, those that a token does not pass through.
@@ -233,7 +234,7 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     logger.log_hyperparameters(counts)
     log_others = logger.log_hyperparameters
     logger.log_hyperparameters = lambda parameters: log_others(  # type: ignore[method-assign]
-        {name: counts.get(name, value) for name, value in parameters.items()}
+        {name: value for name, value in parameters.items() if name not in counts}
     )
 
 

@@ -93,7 +93,8 @@ class FileStore(Store):
             finally:
                 os.close(folder)
         except OSError as error:
-            raise self._translate(error, f"write {key} ({len(data):,} bytes)", key) from error
+            size = f" ({len(data):,} bytes)" if data else ""
+            raise self._translate(error, f"write {key}{size}", key) from error
         return won
 
     def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
