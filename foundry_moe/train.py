@@ -11,6 +11,7 @@ import argparse
 import atexit
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry_moe.config import AUTO
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
-from foundry_moe.launch.console import quiet_third_parties, set_console
+from foundry_moe.launch.console import quiet_third_parties, record_config, set_console
 from foundry_moe.launch.ending import exit_on, is_first_rank, leave_after_handlers
 from foundry_moe.launch.run_config import (
     check_device,
@@ -83,6 +84,10 @@ def train(arguments: list[str]) -> int:
         run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks)
     if is_first_rank():
         print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
+    if "log_config" not in run:
+        sys.modules[train_with_foundry.__module__].log_config = record_config  # type: ignore[attr-defined]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # loggers close after a Ctrl-C without checkpoints
     # exit handlers run in reverse order: Composer registers its own later, and so closes callbacks and loggers first
     atexit.register(_destroy_process_group)
     try:
@@ -103,6 +108,8 @@ def train(arguments: list[str]) -> int:
 def train_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe train`: checks a run, then starts its processes on this machine."""
     processes, words = arguments.nproc, [arguments.yaml, *arguments.overrides]
+    number = "one per GPU" if processes is None else processes
+    print(f"starting {arguments.yaml}, processes: {number}; their imports take 10 to 60 s", flush=True)
     if processes is None:
         import torch
 
@@ -305,4 +312,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before `exit_on`: the launcher prints one line
     main()

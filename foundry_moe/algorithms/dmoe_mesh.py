@@ -72,7 +72,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     _replace_clipping(state, replicated=placement.plan.replicate > 1)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
-        log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
+        log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
 
 
 def _leave_unwrapped(model: nn.Module) -> None:

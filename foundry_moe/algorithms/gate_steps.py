@@ -254,7 +254,7 @@ def log_backends(state: State) -> None:
         lines = dict.fromkeys(_describe_backend(layer) for layer in moe_layers(state.model))
     if dist.get_global_rank() == 0:
         for line in lines:
-            log.warning("dMoE experts: %s", line)
+            log.info("dMoE experts: %s", line)
 
 
 def _describe_backend(layer: MoELayer) -> str:

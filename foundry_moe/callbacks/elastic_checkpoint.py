@@ -154,7 +154,7 @@ class ElasticCheckpoint(Callback):
         parts = ", ".join(f"{phase} {end - start:.1f}" for (_, start), (phase, end) in pairwise(marks))
         logger.log_metrics({"checkpoint/resume_seconds": total_s})
         if dist.get_global_rank() == 0:
-            log.warning("First batch after the resume, since this process began: %.1f s (%s).", total_s, parts)
+            log.info("First batch after the resume, since this process began: %.1f s (%s).", total_s, parts)
 
     # Saving
 

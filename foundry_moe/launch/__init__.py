@@ -34,4 +34,7 @@ Composer 0.32.1:
   `elastic_checkpoint`. Public way: none; callbacks do not see the path. Composer documents a replacement of the first.
 - `prepare_distributed.meta_init` (`algorithms/weights_from_files.py`): gives parameters memory without drawing values.
   Public way: none found; Composer calls it for every model on the meta device.
+
+LLM Foundry 0.22, `train.py`: `command_utils.train.log_config` is replaced by `console.record_config`, which prints
+nothing. Public way: `log_config: false` also keeps the configuration from the loggers.
 """

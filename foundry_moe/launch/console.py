@@ -1,6 +1,6 @@
-"""Settings of a run's console: third-party warnings that every run repeats, and Composer's console loggers.
+"""Settings of a run's console: third-party warnings that every run repeats, log records, Composer's console loggers.
 
-Imports neither torch nor Composer.
+Importing it imports neither torch nor Composer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _WARNINGS = (
     "pkg_resources is deprecated",
     "alibi or rope is turned on",
+    "The `use_auth_token` argument is deprecated",  # LLM Foundry passes it
     "Using a non-tuple sequence for multidimensional indexing",
     "FSDP2 Config/APIs are experimental",
     "The _fsdp_wrap attribute will be removed",
@@ -52,12 +53,36 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
     return words not in record.getMessage()
 
 
-def set_console(run: DictConfig) -> None:
-    """Fills in keys of the console that the run leaves out.
+class _Console(logging.Handler):
+    """Writes records to stderr, above a progress bar; those of level INFO without time, rank and module."""
 
-    `progress_bar`: on a terminal. `log_config`: LLM Foundry prints the whole configuration, so only for loggers that
-    record it. `python_log_level`: WARNING, where LLM Foundry's default is DEBUG.
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm  # not in the base install
+
+        text = record.getMessage() if record.levelno == logging.INFO else self.format(record)
+        tqdm.write(text, file=sys.stderr)
+
+
+def set_console(run: DictConfig) -> None:
+    """Fills in keys of the console that the run leaves out, and shows this package's log records of level INFO.
+
+    `progress_bar`: on a terminal. `python_log_level`: WARNING, where LLM Foundry's default is DEBUG.
     """
     run.setdefault("progress_bar", sys.stderr.isatty() and not run.get("log_to_console"))
-    run.setdefault("log_config", bool(run.get("loggers")))
     run.setdefault("python_log_level", "WARNING")
+    rank = os.environ.get("RANK", "0")
+    console = _Console()
+    console.setFormatter(logging.Formatter(f"%(asctime)s: rank{rank}: %(levelname)s: %(name)s: %(message)s"))
+    ours = logging.getLogger("foundry_moe")
+    ours.handlers[:] = [console]
+    ours.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    ours.propagate = False  # LLM Foundry's own handler would print each record once more
+
+
+def record_config(logger: Any, config: dict[str, Any]) -> None:
+    """In place of LLM Foundry's `log_config`, which prints the configuration: gives it to loggers of metrics only."""
+    from composer.loggers import ConsoleLogger, ProgressBarLogger
+
+    for destination in logger.destinations:
+        if not isinstance(destination, ConsoleLogger | ProgressBarLogger):
+            destination.log_hyperparameters(config)

@@ -87,7 +87,6 @@ def _become(request: Mapping[str, str], launcher: int) -> bool:
     os.setsid()
     for number in _SIGNALS:  # which imports may have changed
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request)
     return True
@@ -136,16 +135,15 @@ class ForkServer:
     """A launcher's side.
 
     command: that of the training processes: python, script and arguments.
-    defaults: variables that the launcher sets for them where its own environment has none, and that imports read.
     """
 
-    def __init__(self, command: Sequence[str], defaults: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 self.command,
-                env={**defaults, **os.environ, SERVER: str(theirs.fileno())},
+                env={**os.environ, SERVER: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -71,6 +71,7 @@ class Agent(LocalElasticAgent):
     nodes = 1
     final: int | None = None  # on the class, because torchrun does not expose its agent
     first: ClassVar[dict[int, int]] = {}  # exit codes of the local ranks that ended before the others were killed
+    last: ClassVar[dict[int, int]] = {}  # exit codes of all local ranks
     _watch: NodeWatch | None = None  # while processes run, if there are other nodes
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -91,6 +92,7 @@ class Agent(LocalElasticAgent):
                     _settle(processes)  # all ranks have this error, and rank 0 prints it
                 death_sig = signal.SIGKILL  # they cannot save without the one that failed
             close(death_sig, timeout or self.wait_s)
+            Agent.last = {rank: handler.proc.poll() for rank, handler in processes.subprocess_handlers.items()}
 
         processes.close = close_in_time
         return started
@@ -166,6 +168,7 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
     Raises:
         ChildFailedError: as torchrun does, after `--max-restarts` failures.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's value for several processes, here for one too
     rendezvous.register()
     parsed = run.parse_args(arguments)
     config = stop_settings(parsed.training_script_args)
@@ -197,6 +200,8 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
                 raise
             if Agent.final == INTERRUPTED:
                 print(CUT_SHORT, file=sys.stderr)
+            elif Agent.last.get(0) == -error.sigval:  # rank 0 could not handle it yet, and has printed nothing
+                print(stopped_early(error.sigval), file=sys.stderr)
             return RESTART if Agent.final is None else Agent.final
     return 0
 
@@ -221,7 +226,6 @@ def launch_here(processes: int, words: list[str]) -> int:
     Returns:
         As `launch`; 1 where that raises, after the first error that is no lost connection.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ.setdefault(SERVER, "0")  # no restarts here, so no fork server
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
@@ -257,9 +261,7 @@ def _forking(parsed: Any) -> Iterator[None]:
     if parsed.module or parsed.no_python or parsed.run_path or not serves(parsed.training_script):
         yield
         return
-    several = run.determine_local_world_size(parsed.nproc_per_node) > 1
-    threads = {"OMP_NUM_THREADS": "1"} if several else {}  # as torchrun sets it
-    server = ForkServer([sys.executable, "-u", parsed.training_script, *parsed.training_script_args], threads)
+    server = ForkServer([sys.executable, "-u", parsed.training_script, *parsed.training_script_args])
     kind: Any = SubprocessHandler
     popen = kind._popen
 

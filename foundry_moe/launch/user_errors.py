@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError, without_secrets
-from foundry_moe.launch.ending import LEAVE_S, code_here, is_first_rank, wait_to_end
+from foundry_moe.launch.ending import INTERRUPTED, LEAVE_S, code_here, is_first_rank, wait_to_end
 from foundry_moe.schema import UserError, sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER, BAD_NODE = 1, 2, 3, 4, 5
@@ -46,7 +46,8 @@ def run_cleanly(action: Callable[[], int]) -> int:
 
     Returns:
         The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 4 for one
-        whose folder a newer process has taken over; 1 for a temporary error, such as a store that does not answer.
+        whose folder a newer process has taken over; 130 after Ctrl-C; 1 for a temporary error, such as a store that
+        does not answer.
     """
     try:
         code = action()
@@ -78,6 +79,10 @@ def run_cleanly(action: Callable[[], int]) -> int:
             raise
         print(f"error: {str(error.filename)[:80]}...: {error.strerror}; name a shorter path", file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        if is_first_rank():
+            print("Interrupted.", file=sys.stderr, flush=True)
+        return INTERRUPTED
     except Exception as error:
         _record(error)
         raise

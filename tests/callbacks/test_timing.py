@@ -30,7 +30,7 @@ def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) ->
 
     fit(1)
     assert "First batch after the resume" not in caplog.text
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         fit(3)
     age_s = time.time() - psutil.Process().create_time()
     (said,) = re.findall(r"since this process began: ([\d.]+) s \((.*)\)\.", caplog.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -102,3 +103,34 @@ def test_settings_are_the_run_s(tmp_path) -> None:
     config = stop_settings([str(path), *overrides])
     assert config.grace_s == 100 and config.signals == ("SIGUSR2",)
     assert stop_settings([]) == stop_settings(["script", "x"]) == DEFAULTS and DEFAULTS.grace_s == 25
+
+
+STARTING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print(f"terminal: {sys.stderr.isatty()}, threads: {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rank_0_has_the_terminal_and_ctrl_c_while_starting_is_one_line(tmp_path, processes) -> None:
+    (tmp_path / "worker.py").write_text(STARTING)
+    here = HERE[1].replace("launch_here(2", f"launch_here({processes}")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", here, str(tmp_path / "worker.py")], env=environment, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    said = ""
+    while "terminal: " not in said:
+        said += os.read(ours, 1000).decode()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    said += os.read(ours, 10000).decode()
+    os.close(ours)
+    first, last = said.splitlines()
+    assert first == "terminal: True, threads: 1" and last.startswith("Stopped by SIGINT while no batch was trained")
