@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry_moe.cli import main
-from tests.helpers.demo import BIN, DEMO, run
+from tests.helpers.demo import BIN, DEMO, ROOT, run
 
 
-@pytest.mark.quick
-def test_llm_foundrys_own_command_trains_our_yaml(tiny_arguments, tmp_path):
-    done = run(BIN / "llmfoundry", "train", DEMO, *tiny_arguments(tmp_path / "run"), FSDP_VERSION="2")
+@pytest.mark.parametrize("entry", [pytest.param("command", marks=pytest.mark.quick), "script"])
+def test_llm_foundrys_own_entry_trains_our_yaml(entry, tiny_arguments, tmp_path):
+    words = [BIN / "llmfoundry", "train"]
+    if entry == "script":
+        (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/stock_entry.md").read_text(), re.S)
+        (tmp_path / "script.py").write_text(code)
+        words = [sys.executable, tmp_path / "script.py"]
+    done = run(*words, DEMO, *tiny_arguments(tmp_path / "run"), FSDP_VERSION="2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "batch 6/6ba | loss" in done.stdout and "fullest expert" in done.stdout
     assert (tmp_path / "run" / "expert_load.html").read_text().startswith("<!doctype html>")
