@@ -25,7 +25,7 @@ from foundry_moe.config import AUTO
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, record_config, set_console
-from foundry_moe.launch.ending import exit_on, is_first_rank, leave_after_handlers
+from foundry_moe.launch.ending import RunComplete, exit_on, is_first_rank, leave_after_handlers
 from foundry_moe.launch.run_config import (
     check_device,
     check_whole_run,
@@ -94,12 +94,13 @@ def train(arguments: list[str]) -> int:
         # closed before the interpreter ends its thread pools, by which MLflow writes the metrics of the last 10 s
         train_with_foundry(run).close()
     except BaseException as error:
-        if not isinstance(error, ValueError) or _COMPLETE not in str(error):
+        by_load_path = isinstance(error, ValueError) and _COMPLETE in str(error)
+        if not by_load_path and not isinstance(error, RunComplete):
             atexit.unregister(_destroy_process_group)  # other ranks may wait in a collective
             if (sentence := explain_out_of_memory(error, settings, ranks)) is not None:
                 raise UserError(sentence) from error
             raise
-        if is_first_rank():
+        if by_load_path and is_first_rank():
             print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
     dismiss(launched - ranks)
     return 0

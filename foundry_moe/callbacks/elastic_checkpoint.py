@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import psutil
-from composer.core import Callback, State
+from composer.core import Callback, State, Time
 from composer.loggers import Logger
 from composer.utils import dist
 
@@ -26,7 +26,7 @@ from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.checkpoint.store import folder_problem
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
-from foundry_moe.launch.ending import leave
+from foundry_moe.launch.ending import RunComplete, leave
 from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks
 from foundry_moe.schema import UserError, takes_keys_of, with_keys
 
@@ -62,6 +62,7 @@ class ElasticCheckpoint(Callback):
         self._checkpoints: RunCheckpoints | None = None  # from `after_load` on
         self._restore_loading: Callable[[], None] = lambda: None  # Composer's of `load_path`
         self._fitting = False
+        self._complete: tuple[Time[Any], Time[Any]] | None = None  # the end of a complete run, and where it was moved
         self._rewound: list[int] = []  # steps that the run went back to
         # seconds since the epoch at the end of each phase of a resume, until the first batch
         self._marks = {"": psutil.Process().create_time()}
@@ -142,6 +143,17 @@ class ElasticCheckpoint(Callback):
         self._mark("reading it")
         self._checkpoints.resume(state, loaded, logger)
         self.resumed_from = loaded.step
+        self._allow_fit(state)
+
+    def _allow_fit(self, state: State) -> None:
+        """Moves the end of a complete run, for which `Trainer.fit` raises ValueError before any event.
+
+        `fit_start` then ends the process with exit code 0, so that a launcher does not restart the run.
+        """
+        end = state.max_duration
+        if end is not None and end <= state.timestamp.get(end.unit):
+            state.max_duration = state.timestamp.get(end.unit) + Time(1, end.unit)
+            self._complete = (end, state.max_duration)
 
     def _mark(self, phase: str) -> None:
         self._marks[phase] = time.time()
@@ -159,6 +171,12 @@ class ElasticCheckpoint(Callback):
     # Saving
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        if self._complete is not None and state.max_duration is self._complete[1]:  # `fit` has no duration of its own
+            state.max_duration = self._complete[0]
+            if state.max_duration <= state.timestamp.get(state.max_duration.unit):  # `reset_time` trains again
+                if dist.get_global_rank() == 0:
+                    print(f"this run is complete: max_duration ({state.max_duration}) is reached, nothing to train")
+                raise RunComplete(0)
         fix_order(state)
         enter_datamix(state, logger)
         self.checkpoints.start_interval(state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from functools import partial
@@ -30,10 +31,12 @@ _WARNINGS = (
     "Dynamo detected a call to a `functools.lru_cache`",
 )
 _OF_TRACKER = "ignore:resource_tracker:UserWarning"
-# by logger of transformers, a part of the records to drop
+# by logger, a pattern of the records to drop
 _RECORDS = {
     "transformers.modeling_utils": "has generative capabilities",
     "transformers.modeling_rope_utils": "Unrecognized keys in `rope_scaling`",
+    # LLM Foundry reads this key for Hugging Face datasets, and does not list it
+    "llmfoundry.data.finetuning.dataloader": "extraneous keys: shuffle_seed$",
 }
 
 
@@ -45,12 +48,12 @@ def quiet_third_parties() -> None:
     given = os.environ.get("PYTHONWARNINGS", "")
     if _OF_TRACKER not in given:
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _OF_TRACKER)))
-    for name, words in _RECORDS.items():
-        logging.getLogger(name).addFilter(partial(_lacks, words))
+    for name, pattern in _RECORDS.items():
+        logging.getLogger(name).addFilter(partial(_lacks, pattern))
 
 
-def _lacks(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
+def _lacks(pattern: str, record: logging.LogRecord) -> bool:
+    return re.search(pattern, record.getMessage()) is None
 
 
 class _Console(logging.Handler):

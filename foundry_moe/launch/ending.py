@@ -106,6 +106,10 @@ def leave_at_once(code: int, sentence: str) -> None:
     os._exit(code)
 
 
+class RunComplete(SystemExit):
+    """Ends a process whose run has reached `max_duration` with exit code 0, through any script that runs it."""
+
+
 class Restart(SystemExit):
     """Ends the process with exit code RESTART, through any script that runs it."""
 
