@@ -97,4 +97,5 @@ def test_charts_of_recipes_are_drawn_from_their_csv_files(tmp_path):
         committed = (PICTURE.parent / path.name).read_text()
         if f"Matplotlib v{matplotlib.__version__}" not in committed:
             pytest.skip("another version of matplotlib draws other bytes")
-        assert path.read_text() == committed
+        drawn, before = (re.sub(r"\bp[0-9a-f]{10}\b", "", text) for text in (path.read_text(), committed))
+        assert drawn == before  # but the names of clip paths, which depend on the machine

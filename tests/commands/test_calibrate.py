@@ -70,7 +70,7 @@ def test_a_file_is_read_as_it_was_written_and_found_where_calibrate_writes_it(
         ({"dense_flops_per_s": {"wide": 1e12}}, r"dense_flops_per_s \(.*wide.*\) must have a rate"),
         ({"expert_flops_per_s": {"1024": -1}}, r"expert_flops_per_s.1024 \(-1\)"),
         ({"all_to_all": {"latency_s": 1e-5}}, "all_to_all.bytes_per_s is missing"),
-        ({"network": {"latency_s": 0, "bytes_per_s": 1}}, r"network: latency_s \(0\) must be a number above 0"),
+        ({"network": {"latency_s": 0, "bytes_per_s": 1}}, r"network.latency_s \(0\) must be a number above 0"),
         ({"memory_byte_per_s": 1}, "did you mean 'memory_bytes_per_s'"),
     ],
 )
