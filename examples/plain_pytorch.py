@@ -24,10 +24,8 @@ from foundry_moe import (
     Reader,
     Writer,
     clip_norm,
-    moe_layers,
-    note_loads,
     parallelize,
-    step_gates,
+    step_gates_after,
 )
 
 WIDTH, HEADS, LAYERS, LENGTH = 64, 4, 2, 64
@@ -100,7 +98,6 @@ def main(folder: str, steps: int) -> None:
     context = BatchContext()
     model = Model(context).to(device)
     context.observe(model)  # each call is one forward pass, which recomputation remembers
-    layers = moe_layers(model)
 
     # The mesh: experts over 2 ranks, ZeRO-3 over the others; FSDP2 for the rest; then the optimizer.
     placed = parallelize(model, {"expert": 2, "shard": "auto"}, device=device)
@@ -114,13 +111,13 @@ def main(folder: str, steps: int) -> None:
         dcp.load({"training": training}, storage_reader=reader)
         if rank == 0:
             print(f"loaded step {training.step} on {world} processes", flush=True)
+    context.progress = Progress(ba=training.step)
+    step_gates_after(optimizer, model)
 
     text = torch.tensor(list((Path(__file__).parents[1] / "LICENSE").read_bytes()))
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     while training.step < steps:
         chosen = torch.randint(len(rows), (BATCH,), generator=torch.Generator().manual_seed(training.step))
-        loads = note_loads(layers)
-        context.progress = Progress(ba=training.step)
         total = torch.zeros((), device=device)
         for microbatch in rows[chosen].chunk(MICROBATCHES):
             ids = microbatch.chunk(world)[rank].to(device)
@@ -132,7 +129,6 @@ def main(folder: str, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         training.step += 1
-        step_gates(layers, loads, Progress(ba=training.step))
         dist.all_reduce(total)
         if rank == 0:
             print(f"step {training.step} loss {total.item() / world:.5f}", flush=True)

@@ -14,11 +14,13 @@ if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a publ
     from foundry_moe.checkpoint.dcp_writer import Writer as Writer
     from foundry_moe.config import MeshConfig as MeshConfig
     from foundry_moe.config import MoEConfig as MoEConfig
+    from foundry_moe.flops import flops_per_token as flops_per_token
     from foundry_moe.layers.context import BatchContext as BatchContext
     from foundry_moe.layers.lookup import batch_context as batch_context
     from foundry_moe.layers.lookup import moe_layers as moe_layers
-    from foundry_moe.layers.lookup import note_loads as note_loads
-    from foundry_moe.layers.lookup import step_gates as step_gates
+    from foundry_moe.layers.lookup import num_active_params as num_active_params
+    from foundry_moe.layers.lookup import num_params as num_params
+    from foundry_moe.layers.lookup import step_gates_after as step_gates_after
     from foundry_moe.layers.moe import MoELayer as MoELayer
     from foundry_moe.layers.schedule import Progress as Progress
     from foundry_moe.models.conversion import apply_dmoe as apply_dmoe
@@ -36,8 +38,10 @@ _PUBLIC = {
     "Progress": "foundry_moe.layers.schedule",
     "batch_context": "foundry_moe.layers.lookup",
     "moe_layers": "foundry_moe.layers.lookup",
-    "note_loads": "foundry_moe.layers.lookup",
-    "step_gates": "foundry_moe.layers.lookup",
+    "step_gates_after": "foundry_moe.layers.lookup",
+    "num_params": "foundry_moe.layers.lookup",
+    "num_active_params": "foundry_moe.layers.lookup",
+    "flops_per_token": "foundry_moe.flops",
     "parallelize": "foundry_moe.parallel.placement",
     "clip_norm": "foundry_moe.parallel.gradients",
     "Writer": "foundry_moe.checkpoint.dcp_writer",

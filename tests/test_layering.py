@@ -21,12 +21,13 @@ MAY_IMPORT_TRAINERS = {
     *("optim", "registry", "train"),
 }
 
-CORE = {"config", "schema", "ops", "layers"}
+CORE = {"config", "schema", "flops", "ops", "layers"}
 LIBRARY = CORE | {"models", "parallel", "checkpoint"}
 # A folder, or a file at the top of the package -> what it may import beside itself.
 MAY_IMPORT = {
     "schema": set(),
     "config": {"schema"},
+    "flops": set(),
     "ops": {"config", "schema"},
     "sparse": {"ops"},
     "layers": CORE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
+from foundry_moe.flops import flops_per_token
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.forward_pass import count_targets
-from foundry_moe.layers.lookup import moe_layers, note_loads, step_gates
+from foundry_moe.layers.lookup import moe_layers, note_loads, num_params, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
@@ -219,17 +220,17 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     Args:
         idle: of `n_active_params` as the model counts them, those that a token does not pass through.
     """
-    model, parameters = state.model, list(state.model.parameters())
+    model = state.model
     for cached in ("n_total_params", "n_active_params"):  # MPT's, also the base of the speed monitor's MFU
         vars(model).pop(cached, None)
-    total = sum(parameter.numel() for parameter in parameters)
+    total = num_params(model)
     active = getattr(model, "n_active_params", total) - idle
     vars(model)["n_active_params"] = active
     shape: Any = getattr(getattr(model, "model", None), "config", None)
     if not hasattr(model, "flops_per_batch") and hasattr(shape, "num_hidden_layers"):  # of Hugging Face, for MFU
-        attention = 12.0 * shape.num_hidden_layers * shape.hidden_size
-        vars(model)["flops_per_batch"] = partial(_flops_per_batch, 6.0 * active, attention)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        each = partial(flops_per_token, active, layers=shape.num_hidden_layers, width=shape.hidden_size)
+        vars(model)["flops_per_batch"] = partial(_flops_per_batch, each)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = {"n_params": total, "n_active_params": active, "n_trainable_params": trained}
     logger.log_hyperparameters(counts)
     log_others = logger.log_hyperparameters
@@ -238,10 +239,10 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     )
 
 
-def _flops_per_batch(each: float, attention: float, batch: Mapping[str, Tensor]) -> float:
-    """Forward and backward; `each` is of a token, `attention` of a token and each token of its sequence."""
+def _flops_per_batch(each: Callable[..., float], batch: Mapping[str, Tensor]) -> float:
+    """Forward and backward; `each` is of a token in a sequence."""
     ids = batch["input_ids"]
-    return ids.numel() * (each + attention * ids.shape[1])
+    return ids.numel() * each(sequence=ids.shape[1])
 
 
 def log_backends(state: State) -> None:

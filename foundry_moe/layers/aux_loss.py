@@ -33,6 +33,16 @@ class LoadStatistics:
         self.counts_E = torch.zeros(num_experts, dtype=torch.int64)
         self.losses_L = torch.zeros(len(names))
         self.scale_1 = torch.zeros(1)
+        self.stepped_E = torch.zeros_like(self.counts_E)  # `counts_E` at the last step of the gates
+
+    def __repr__(self) -> str:
+        """Choices per expert, the fullest expert's over the mean, and mean losses. Reads the device."""
+        counts_E = self.counts_E.double()
+        over_mean = (counts_E.max() / counts_E.mean().clamp(min=1 / len(counts_E))).item()
+        means_L = self.losses_L / self.scale_1.clamp(min=torch.finfo(torch.float32).tiny)
+        figures = [f"counts={self.counts_E.tolist()}", f"max/mean={over_mean:.3g}"]
+        figures += [f"{name}={mean:.4g}" for name, mean in zip(self.names, means_L.tolist(), strict=True)]
+        return f"LoadStatistics({', '.join(figures)})"
 
     def move_to(self, device: torch.device) -> None:
         """Moves the sums to the layer's device, once."""
@@ -40,7 +50,7 @@ class LoadStatistics:
             self.counts_E, self.losses_L, self.scale_1 = (tensor.to(device) for tensor in self.sums)
 
     def reset(self) -> None:
-        for tensor in self.sums:
+        for tensor in (*self.sums, self.stepped_E):
             tensor.zero_()
 
     @property

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.schema import UserError
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^module\.")
 
@@ -51,6 +54,16 @@ def idle_parameters(model: nn.Module) -> int:
     )
 
 
+def num_params(model: nn.Module) -> int:
+    """All parameters; of sharded ones, the whole."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_active_params(model: nn.Module) -> int:
+    """Parameters that a token passes through: of a layer's experts, `top_k`."""
+    return num_params(model) - idle_parameters(model)
+
+
 def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
     return [layer.statistics.counts_E.clone() for layer in layers if layer.uses_loads]
@@ -72,3 +85,34 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
     summed = layers[0].context.sum_over_ranks(torch.cat(counts))
     for layer, counts_E in zip(layers, summed.split([len(c) for c in counts]), strict=True):
         layer.after_step(counts_E, progress)
+
+
+def step_gates_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Steps the gates after each `optimizer.step()`, with the loads since the previous one, and advances the progress.
+
+    `batch_context(model).progress` starts at 0 if it is not set, and gets one more batch per step. Where schedules use
+    other units than batches, the loop sets it before each step. Call this after a checkpoint is loaded, for which torch
+    steps a new optimizer once.
+
+    Returns:
+        A handle whose `remove()` ends this.
+
+    Raises:
+        ValueError: the model has no MoE layers.
+    """
+    layers, context = moe_layers(model), batch_context(model)
+    if context is None:
+        raise UserError("step_gates_after needs a model with MoE layers: call it after apply_dmoe")
+    context.progress = context.progress or Progress()
+    layers = [layer for layer in layers if layer.uses_loads]
+    for layer in layers:
+        layer.statistics.stepped_E = layer.statistics.counts_E.clone()
+
+    def after_step(*_: object) -> None:
+        progress = context.progress or Progress()
+        context.progress = replace(progress, ba=progress.ba + 1)
+        step_gates(layers, [layer.statistics.stepped_E for layer in layers], context.progress)
+        for layer in layers:
+            layer.statistics.stepped_E = layer.statistics.counts_E.clone()
+
+    return optimizer.register_step_post_hook(after_step)

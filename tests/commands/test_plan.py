@@ -73,7 +73,7 @@ def test_parameters_equal_those_of_the_model_that_is_built(model: dict[str, Any]
     merged.pop("name")
     with torch.device("meta"):
         built = DMoECausalLM(tokenizer=None, **merged)
-    assert sum(p.numel() for p in built.parameters()) == shape.total
+    assert sum(p.numel() for p in built.parameters()) == shape.num_params
     experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
     assert experts == shape.experts
 
@@ -81,8 +81,8 @@ def test_parameters_equal_those_of_the_model_that_is_built(model: dict[str, Any]
 def test_olmoe_has_the_parameters_of_its_paper() -> None:
     shape = read_shape(load("yamls/bench/olmoe_1b_7b.yaml"))
     # Muennighoff et al. 2024: 6.9 B in all, 1.3 B active
-    assert round(shape.total / 1e9, 2) == 6.92
-    assert round(shape.active / 1e9, 2) == 1.28
+    assert round(shape.num_params / 1e9, 2) == 6.92
+    assert round(shape.num_active_params / 1e9, 2) == 1.28
 
 
 @pytest.mark.parametrize(

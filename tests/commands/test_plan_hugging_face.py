@@ -71,13 +71,13 @@ def test_parameters_are_those_of_the_model_that_training_makes(kind: str, tmp_pa
     shape = read_shape(run)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     apply_dmoe(model, experts, loaded=False)
-    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
     layers = moe_layers(model)
     assert shape.experts == sum(p.numel() for layer in layers for p in layer.experts.parameters())
     assert (shape.layers, shape.moe_layers) == (4, len(layers)) and len(layers) == (
         4 if kind == "olmoe" else len(layers)
     )
-    assert 0 < shape.active < shape.total and (shape.looked_up == 0) == (kind == "qwen3_moe")
+    assert 0 < shape.num_active_params < shape.num_params and (shape.looked_up == 0) == (kind == "qwen3_moe")
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
@@ -91,7 +91,7 @@ def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp
     plan = plan_run(run, Machine(gpus=2, gpus_per_node=2, gpu_bytes=80e9))
     shape = plan.shape
     layers = apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
-    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert shape.experts == sum(p.numel() for layer in layers for p in layer.experts.parameters())
     assert shape.moe_layers == len(blocks.layers) and plan.step_s > 0
     # four heads of 8; DeepSeek's keys and values have as many, the others' two

@@ -29,9 +29,9 @@ def test_adapters_are_counted_and_frozen_experts_have_no_state() -> None:
     full, lora = plan(), plan(lora={"r": 8})
     shape = full.shape
     adapters = 3 * 8 * (shape.d_model + shape.expert_hidden) * shape.moe.num_experts * shape.moe_layers
-    assert lora.shape.total == shape.total + adapters
+    assert lora.shape.num_params == shape.num_params + adapters
     assert lora.memory["optimizer"] == 8 * (shape.dense + adapters) < full.memory["optimizer"]
-    assert lora.memory["weights"] == 4 * lora.shape.total
+    assert lora.memory["weights"] == 4 * lora.shape.num_params
     assert lora.time["experts"] < full.time["experts"]
 
 
@@ -47,7 +47,7 @@ def test_what_disable_grad_freezes_has_no_state_and_no_gradient(tmp_path: Path) 
     ours, trained = plan_run(recipe, machine), {**recipe, "optimizer": {"name": "decoupled_adamw", "lr": 1e-4}}
     adapters = 4 * 3 * 16 * (32 + 24) * 8
     assert ours.memory["optimizer"] == 8 * adapters
-    assert ours.memory["weights"] == 2 * (ours.shape.total - adapters) + 4 * adapters
+    assert ours.memory["weights"] == 2 * (ours.shape.num_params - adapters) + 4 * adapters
     gate = 4 * 8 * 32  # frozen by `freeze`
     assert plan_run(trained, machine).memory["optimizer"] == 8 * (ours.shape.dense - gate + adapters)
     assert ours.time["products"] < plan_run(trained, machine).time["products"]

@@ -69,8 +69,8 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
         "nodes": plan.mesh.nodes,
         "spare_gpus": plan.spares,
         "parameters": {
-            "total": shape.total,
-            "active": round(shape.active),
+            "total": shape.num_params,
+            "active": round(shape.num_active_params),
             "experts": shape.experts,
             "layers": shape.layers,
             "moe_layers": shape.moe_layers,
@@ -128,7 +128,9 @@ def _sharded(ranks: int) -> str:
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
     mesh, shape, step, constants = plan.mesh, plan.shape, plan.step, plan.machine.constants
-    total, active, experts = (_scaled(count, COUNTS) for count in (shape.total, shape.active, shape.experts))
+    total, active, experts = (
+        _scaled(count, COUNTS) for count in (shape.num_params, shape.num_active_params, shape.experts)
+    )
     at_most = "at most " if plan.sequences % plan.microbatch else ""
     lines = [
         f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
+from foundry_moe.flops import flops_per_token
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
 from foundry_moe.schema import UserError, raise_mistakes, section
@@ -118,18 +119,18 @@ class ModelShape:
         return self.moe_layers * self.experts_a_layer
 
     @property
-    def total(self) -> int:
+    def num_params(self) -> int:
         return self.dense + self.experts + self.moe_layers * self.adapters_a_layer
 
     @property
-    def active(self) -> float:
+    def num_active_params(self) -> float:
         """Parameters that a token passes through."""
         return self.dense + self.moe_layers * self.moe.top_k * (self.expert + self.adapter)
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward; attention is not halved for causality, as torchtitan counts."""
-        return 6.0 * (self.active - self.looked_up) + 12.0 * self.layers * self.sequence * self.query_width
+        multiplied = self.num_active_params - self.looked_up
+        return flops_per_token(multiplied, layers=self.layers, width=self.query_width, sequence=self.sequence)
 
 
 def read_shape(run: Mapping[str, Any]) -> ModelShape:

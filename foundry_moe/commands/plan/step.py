@@ -181,7 +181,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     unit = shape.experts_a_layer / mesh.expert + around
     trained_unit = shape.trained_experts_a_layer / mesh.expert + around * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
-        gathered: float = width * shape.total if step.stored == 4 else 0.0
+        gathered: float = width * shape.num_params if step.stored == 4 else 0.0
         at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
     else:
         gathered = width * shape.outside_blocks

@@ -1,0 +1,13 @@
+"""Floating-point operations of training, for MFU and for `foundry-moe plan`. Imports neither torch nor Composer."""
+
+
+def flops_per_token(num_active_params: float, *, layers: int, width: int, sequence: int) -> float:
+    """Forward and backward: 6 per parameter, and attention, not halved for causality, as torchtitan counts.
+
+    Args:
+        num_active_params: that a token is multiplied by; see `num_active_params`. Embeddings are only looked up.
+        layers: with attention.
+        width: of the queries of all heads.
+        sequence: tokens in a sequence.
+    """
+    return 6.0 * num_active_params + 12.0 * layers * width * sequence
