@@ -112,16 +112,17 @@ def check_compilation(run: Mapping[str, Any]) -> None:
 class MeshConfig:
     """The 3-D device mesh: `expert` x `shard` x `replicate` = world size; `auto` takes the remaining factor.
 
-    expert: GPUs that the experts of a layer are divided over; divides `num_experts`.
-    shard: GPUs that each parameter is sharded over, as in ZeRO-3.
-    replicate: copies of the sharded model, as in HSDP.
-    all_to_all: flat | hierarchical | auto (hierarchical if `expert` spans nodes).
-    buffer: rows that a GPU receives and computes at once, as a multiple of an even share. A more skewed batch is
-        processed in rounds, all but the first of which are sent and computed again in the backward pass.
-    compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) |
-        auto (blocks on GPUs, if the model has any).
-    spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
-        nodes.
+    Attributes:
+        expert: GPUs that the experts of a layer are divided over; divides `num_experts`.
+        shard: GPUs that each parameter is sharded over, as in ZeRO-3.
+        replicate: copies of the sharded model, as in HSDP.
+        all_to_all: flat | hierarchical | auto (hierarchical if `expert` spans nodes).
+        buffer: rows that a GPU receives and computes at once, as a multiple of an even share. A more skewed batch is
+            processed in rounds, all but the first of which are sent and computed again in the backward pass.
+        compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) | auto
+            (blocks on GPUs, if the model has any).
+        spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
+            nodes.
     """
 
     REMOVED: ClassVar[Mapping[str, str]] = {
@@ -160,14 +161,15 @@ class MeshConfig:
 class LoRAConfig:
     """LoRA adapters of the experts (Hu et al. 2021): W x + scale * B A x, with W frozen and A and B trained in fp32.
 
-    r: rank of an adapter, the columns of B and rows of A.
-    alpha: scale = alpha / r.
-    dropout: probability that an element of an adapter's input is zero in training.
-    targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2 (down);
-        auto = all of them. The others are frozen too.
-    rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
-    start: a PEFT folder, such as `foundry-moe export --adapter` writes, whose adapters the run starts from. Of
-        `algorithms.dmoe`; in Python call `foundry_moe.models.adapters.load_adapter(model, folder)`.
+    Attributes:
+        r: rank of an adapter, the columns of B and rows of A.
+        alpha: scale = alpha / r.
+        dropout: probability that an element of an adapter's input is zero in training.
+        targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2
+            (down); auto = all of them. The others are frozen too.
+        rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
+        start: a PEFT folder, such as `foundry-moe export --adapter` writes, whose adapters the run starts from. Of
+            `algorithms.dmoe`; in Python call `foundry_moe.models.adapters.load_adapter(model, folder)`.
     """
 
     r: int = 16
@@ -216,35 +218,38 @@ class LoRAConfig:
 class MoEConfig:
     """The keys of the MoE layers, in Python and in YAML (docs/reference/configuration.md).
 
-    num_experts: experts in a layer.
-    top_k: experts of each token.
-    expert_hidden_size: width of one expert, or a list of one width for each expert; auto = that of the replaced FFN.
-    activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the
-        replaced FFN.
-    bias: whether experts have biases; auto = those of the FFN that they are copied from, else none.
-    layers: all | {every: n} | a list of layer indices.
-    gate: `{name: ..., ...}`; the other keys belong to the gate.
-    loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = the gate's defaults,
-        `{balance: 0.01}` for most.
-    balance_over: scope of balance, importance and load losses: sequence (packed documents are sequences too) | rank |
-        group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step, with one more
-        forward pass if there are several).
-    freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's
-        losses still have gradients for earlier layers.
-    lora: see LoRAConfig; absent = no adapters, and experts are trained themselves.
-    init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
-        the dense FFN was loaded, else random). The weights of an MoE block are always kept.
-    init_std: standard deviation of random weights; divided by sqrt(2 * number of layers) for projections back to the
-        residual stream, as in GPT-2 (Radford et al. 2019, section 2.3).
-    shared_expert_hidden_size: width of an expert that every token uses; 0 = none.
-    shared_expert_gate: multiply the shared expert's output by sigmoid(x w), as Qwen2-MoE does.
-    capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops none.
-    drop: the choices beyond the capacity: the last in token order (position) or those of least weight (weight).
-    backend: auto | blocksparse | grouped | reference.
-    memory: save | recompute the activation in the backward pass (blocksparse).
-    seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
-    mesh: see MeshConfig; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe train`
-        starts, for a run that resumes on any number of GPUs.
+    Attributes:
+        num_experts: experts in a layer.
+        top_k: experts of each token.
+        expert_hidden_size: width of one expert, or a list of one width for each expert; auto = that of the replaced
+            FFN.
+        activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the
+            replaced FFN.
+        bias: whether experts have biases; auto = those of the FFN that they are copied from, else none.
+        layers: all | {every: n} | a list of layer indices.
+        gate: `{name: ..., ...}`; the other keys belong to the gate.
+        loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = the gate's defaults,
+            `{balance: 0.01}` for most.
+        balance_over: scope of balance, importance and load losses: sequence (packed documents are sequences too) | rank
+            | group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step, with one
+            more forward pass if there are several).
+        freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's
+            losses still have gradients for earlier layers.
+        lora: see LoRAConfig; absent = no adapters, and experts are trained themselves.
+        init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
+            the dense FFN was loaded, else random). The weights of an MoE block are always kept.
+        init_std: standard deviation of random weights; divided by sqrt(2 * number of layers) for projections back to
+            the residual stream, as in GPT-2 (Radford et al. 2019, section 2.3).
+        shared_expert_hidden_size: width of an expert that every token uses; 0 = none.
+        shared_expert_gate: multiply the shared expert's output by sigmoid(x w), as Qwen2-MoE does.
+        capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops
+            none.
+        drop: the choices beyond the capacity: the last in token order (position) or those of least weight (weight).
+        backend: auto | blocksparse | grouped | reference.
+        memory: save | recompute the activation in the backward pass (blocksparse).
+        seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
+        mesh: see MeshConfig; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe
+            train` starts, for a run that resumes on any number of GPUs.
     """
 
     num_experts: int

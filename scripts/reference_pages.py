@@ -28,6 +28,9 @@ SECTIONS: dict[str, type] = {
     "callbacks.expert_load": ExpertLoad,
     "callbacks.run_report": RunReport,
 }
+# methods for a user's own loop; the others are called by Composer, torch or the layers
+METHODS = {"BatchContext": ["observe", "note", "anchor"], "Reader": ["steps"]}
+KEYS: dict[str, type] = {"DMoE": MoEConfig, "ElasticCheckpoint": CheckpointConfig}
 _KEY = re.compile(r"^(\w+(?:, \w+)*): ")
 
 
@@ -113,6 +116,15 @@ def python_page() -> str:
     ]
     for name, module in foundry_moe._PUBLIC.items():
         lines += ["", f"## {name}", "", f"::: {module}.{name}"]
+        if isinstance(getattr(foundry_moe, name), type):
+            methods = METHODS.get(name, [])
+            lines += ["    options:", f"      members: {methods or 'false'}"]
+        if keys := KEYS.get(name):
+            lines += ["", f"Keyword arguments are the attributes of `{keys.__name__}`:"]
+            if keys.__name__ in foundry_moe._PUBLIC:
+                lines[-1] = f"Keyword arguments are the attributes of [{keys.__name__}](#{keys.__name__.lower()})."
+            else:
+                lines += ["", f"::: {keys.__module__}.{keys.__name__}", "    options:", "      members: false"]
     return "\n".join(lines) + "\n"
 
 

@@ -56,30 +56,32 @@ def parse_interval(text: str, where: str, unit: str | None = None) -> Interval:
 class CheckpointConfig:
     """The keys of `elastic_checkpoint`.
 
-    folder: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a path that all nodes see. One run,
-        one folder.
-    interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
-    keep: how many of the newest checkpoints stay.
-    keep_every: `1000ba`: the first checkpoint at or after each multiple is never deleted.
-    resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
-        run forks: restarts then continue from the fork's own newest.
-    optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
-    asynchronous: `async` in YAML. true uploads in the background; false waits for every save.
-    max_failures: training stops after this many failed saves in a row.
-    save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads them
-        from that source and refuses other weights.
-    reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
-        uninterrupted one would have drawn.
-    stale_after: age at which unfinished attempts of dead runs are removed.
-    endpoint_url: address of a store other than the cloud provider's own.
-    region, profile: of S3, as boto3 takes them; null follows AWS_* variables and profiles.
-    timeout: limit for a connection attempt and for a silence of the store. A request may also take the time that its
-        bytes need at 64 KiB/s.
-    signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
-    grace: time from such a signal until the launchers end the remaining processes.
-    max_nonfinite: number of batches in a row with a loss, gradients or weights that are not finite, after which
-        `on_nonfinite` applies; null disables the check.
-    on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
+    Attributes:
+        folder: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a path that all nodes see. One
+            run, one folder.
+        interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
+        keep: how many of the newest checkpoints stay.
+        keep_every: `1000ba`: the first checkpoint at or after each multiple is never deleted.
+        resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
+            run forks: restarts then continue from the fork's own newest.
+        optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
+        asynchronous: `async` in YAML. true uploads in the background; false waits for every save.
+        max_failures: training stops after this many failed saves in a row.
+        save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads
+            them from that source and refuses other weights.
+        reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
+            uninterrupted one would have drawn.
+        stale_after: age at which unfinished attempts of dead runs are removed.
+        endpoint_url: address of a store other than the cloud provider's own.
+        region: of S3, as boto3 takes it; null follows AWS_* variables and profiles.
+        profile: as region.
+        timeout: limit for a connection attempt and for a silence of the store. A request may also take the time that
+            its bytes need at 64 KiB/s.
+        signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
+        grace: time from such a signal until the launchers end the remaining processes.
+        max_nonfinite: number of batches in a row with a loss, gradients or weights that are not finite, after which
+            `on_nonfinite` applies; null disables the check.
+        on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
 
     REMOVED: ClassVar[Mapping[str, str]] = {

@@ -96,14 +96,17 @@ class GateContext:
 class BatchContext:
     """Shared by the layers of one model; filled by hooks and by the training loop.
 
-    progress: of the training, set before each batch.
-    sum_over_ranks, sum_over_group: sum a tensor without gradient over the processes that share the batch, or experts.
-    max_over_ranks, shuffle: `largest` and `shuffle` of `GateContext`.
-    auxiliary_scale: of the auxiliary losses of the current microbatch, a scalar: its share of the real tokens of the
-        whole batch, times the number of processes that share the batch, times the factor of a GradScaler. None =
-        they are scaled as the loss is.
-    batch_counts: by layer and loss, sums such as choices per expert over the whole batch, if counted before its first
-        microbatch; see `count_ahead`.
+    Attributes:
+        progress: of the training, set before each batch.
+        sum_over_ranks: sums a tensor without gradient over the processes that share the batch.
+        sum_over_group: the same over the processes that share experts.
+        max_over_ranks: `largest` of `GateContext`.
+        shuffle: `shuffle` of `GateContext`.
+        auxiliary_scale: of the auxiliary losses of the current microbatch, a scalar: its share of the real tokens of
+            the whole batch, times the number of processes that share the batch, times the factor of a GradScaler. None
+            = they are scaled as the loss is.
+        batch_counts: by layer and loss, sums such as choices per expert over the whole batch, if counted before its
+            first microbatch; see `count_ahead`.
 
     Not a module: DDP would broadcast its tensors, and `Module.to` would replace tensors that layers refer to.
     """

@@ -21,8 +21,12 @@ _DURATION = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMG
 class Progress:
     """Progress of the training, in the units of Composer's time strings.
 
-    ba, ep, sp, tok: batches, epochs, samples and tokens of the whole job; epochs may be fractions.
-    dur: share of the training's length, or None where that is not known.
+    Attributes:
+        ba: batches.
+        ep: epochs, which may be fractions.
+        sp: samples of the whole job.
+        tok: tokens of the whole job.
+        dur: share of the training's length, or None where that is not known.
     """
 
     ba: int = 0
