@@ -56,7 +56,7 @@ def test_weights_do_not_depend_on_composers_seeding():
 @pytest.mark.parametrize(("kind", "config"), [(DMoE, MoEConfig), (MoEMesh, MeshConfig)])
 def test_llm_foundrys_help_lists_every_key(kind, config):
     """`llmfoundry registry find algorithms dmoe` prints what `inspect.getdoc` finds."""
-    found = re.findall(r"^(\w+): ", inspect.getdoc(kind).partition("Keys:")[2].partition("Defaults:")[0], re.M)
+    found = re.findall(r"^    (\w+): ", inspect.getdoc(kind).partition("Keys:")[2].partition("Defaults:")[0], re.M)
     assert found == [field.name for field in fields(config)]
 
 
