@@ -18,6 +18,7 @@ from composer.optim.scheduler import compile_composer_scheduler
 from torch import nn
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.callbacks.elastic_state import _check_data, _check_groups, _check_timestamp
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError
@@ -250,12 +251,18 @@ TIME = ("composer", "timestamp", "Timestamp")
 VALUES = {
     "a batch that no run reaches": put(*TIME, "batch", value=10**30),
     "a batch of another step": put(*TIME, "batch", value=1),
+    "a batch after its step": put(*TIME, "batch", value=3),
+    "more batches in the epoch than in all": put(*TIME, "batch_in_epoch", value=3),
+    "more tokens in the epoch than in all": put(*TIME, "token_in_epoch", value=1),
     "a count that is a fraction": put(*TIME, "sample", value=0.5),
     "more samples in the epoch than in all": put(*TIME, "sample_in_epoch", value=10**6),
     "a time below zero": put(*TIME, "total_wct", value={"$timedelta": [-1, 0, 0]}),
     "data of no run": put("composer", "dataset_state", value={"train": {"sample_in_epoch": 2**60}, "eval": {}}),
     "a seed that NumPy refuses": put("composer", "dataset_state", value={"train": {"shuffle_seed": -1}, "eval": {}}),
     "no groups": put("optim", "param_groups", value=[]),
+    "more groups than the run has": lambda body: body["values"]["optim"]["param_groups"].append(
+        copy.deepcopy(body["values"]["optim"]["param_groups"][0])
+    ),
     "a group of other parameters": put("optim", "param_groups", 0, "params", value=["x"]),
     "a rate that is infinite": put("optim", "param_groups", 0, "lr", value={"$float": "inf"}),
     "a rate below zero": put("optim", "param_groups", 0, "lr", value=-0.1),
@@ -274,6 +281,21 @@ def test_a_value_that_no_run_writes_is_damage_and_the_one_before_is_taken(folder
     state = resume(folder)
     assert state.timestamp.batch.value == 1
     assert "Checkpoint of step 2 is damaged" in caplog.text or "Passed over a checkpoint" in caplog.text
+
+
+def test_groups_positions_and_batches_have_upper_ends() -> None:
+    """Each check alone: the functions are reached with nothing else wrong."""
+    group = {"lr": 0.1, "params": ["w"]}
+    _check_groups([group], [group])
+    with pytest.raises(DamagedError, match="2 groups, where this run has 1"):
+        _check_groups([group] * 2, [group])
+    like = {"batch": 0}
+    _check_timestamp({"batch": 2}, like, "time", 2)
+    with pytest.raises(DamagedError, match="that of step 2"):
+        _check_timestamp({"batch": 3}, like, "time", 2)
+    _check_data({"train": {"sample_in_epoch": 8}}, 8)
+    with pytest.raises(DamagedError, match="sample_in_epoch"):
+        _check_data({"train": {"sample_in_epoch": 9}}, 8)
 
 
 def test_text_from_a_checkpoint_cannot_move_a_terminal(folder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import time
@@ -15,12 +16,13 @@ from foundry_moe.checkpoint import open_store, strict
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
-from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry, check_tiling
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry, _check_blocks, check_tiling
 from foundry_moe.checkpoint.records import Commit, CommitKey
 from tests.helpers.checkpoints import blank, check, save
 from tests.helpers.commands import tool
 from tests.helpers.forged_manifests import MANIFESTS, OFFSETS, SHAPE, nested, put
-from tests.helpers.forging import forge_manifest, forge_record, key_of, put_manifest, record_of
+from tests.helpers.forging import forge_manifest, forge_record, key_of, put_manifest, put_record, record_of
 
 
 @pytest.fixture
@@ -97,6 +99,54 @@ def test_an_object_that_is_too_large_is_not_read(store, tmp_path, kind, capsys) 
     key = key_of(2) if kind == "record" else f"{record_of(store, 2)['attempt']}/MANIFEST"
     os.truncate(tmp_path / "run" / key, 10**11)
     check_damaged(store, capsys)
+
+
+def test_a_manifest_of_the_right_size_with_another_hash_is_damage(store) -> None:
+    record = record_of(store, 2)
+    record["manifest"]["xxh3"] = "0" * 32  # the manifest itself is good
+    put_record(store, 2, record)
+    ledger = Ledger(store)
+    with pytest.raises(DamagedError, match=r"bytes and hash .*, not \d+ and 0{32}"):
+        ledger.open(ledger.newest_first()[0])
+
+
+def test_a_manifest_of_another_attempt_of_its_step_is_damage(store) -> None:
+    forge_manifest(store, 2, lambda body: body["info"].__setitem__("attempt", body["info"]["attempt"][:-8] + "0" * 8))
+    ledger = Ledger(store)
+    with pytest.raises(DamagedError, match="belongs to attempt steps/000000000002/"):
+        ledger.open(ledger.newest_first()[0])
+
+
+def test_a_manifest_that_arrives_changed_once_is_read_again(store, monkeypatch) -> None:
+    reads = []
+    real = store.get
+
+    def get(name, *args):
+        raw = real(name, *args)
+        if name.endswith("MANIFEST"):
+            reads.append(name)
+            if len(reads) < 3:
+                return raw[:-1] + bytes([raw[-1] ^ 1])
+        return raw
+
+    monkeypatch.setattr(store, "get", get)
+    ledger = Ledger(store)
+    assert ledger.open(ledger.newest_first()[0]).commit.where.step == 2
+    assert len(reads) == 3
+
+
+@pytest.mark.parametrize(("start", "size"), [(3, 128), (64, 95), (0, 31)], ids=["unaligned", "past the end", "short"])
+def test_one_block_is_aligned_and_within_its_object(start, size) -> None:
+    """The only block of the only object: no other check is reached. It has 32 bytes."""
+    entry = TensorEntry(
+        dtype="int8", shape=(32,), offsets_BN=np.zeros((1, 1), np.int64), sizes_BN=np.array([[32]]),
+        object_B=np.zeros(1, np.int64), start_B=np.array([start]), hash_B=np.zeros(1, np.uint64),
+    )  # fmt: skip
+    aligned = start // 64 * 64
+    fits = dataclasses.replace(entry, start_B=np.array([aligned]))
+    _check_blocks([("data/000000.bin", aligned + 32)], {"w": fits})
+    with pytest.raises(DamagedError, match=rf"a block lies at bytes {start} to {start + 32} of an object of {size}"):
+        _check_blocks([("data/000000.bin", size)], {"w": entry})
 
 
 RECORDS = {
