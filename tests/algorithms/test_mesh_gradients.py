@@ -11,7 +11,7 @@ from composer.core import Event
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
 from foundry_moe.algorithms.dmoe_mesh import MeshGradients, add_mesh_algorithm, count_samples
-from foundry_moe.launch.run_config import own_mistakes, read_moe
+from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
 from foundry_moe.schema import raise_mistakes
 
 
@@ -69,7 +69,7 @@ def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
 
 
 def check_run(run: dict[str, Any]) -> None:
-    raise_mistakes(own_mistakes(run, read_moe(run)))
+    raise_mistakes(own_mistakes(run, read_moe(run), launched_machine()))
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tm
 
 
 def test_experts_from_meta_need_a_mesh():
-    from foundry_moe.launch.run_config import own_mistakes, read_moe
+    from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
 
     def checked(moe: dict, **keys):
         model = {"name": "dmoe_causal_lm", "init_device": "meta", "moe": {"num_experts": 4, **moe}}
         run = {"model": model, **keys}
-        return list(own_mistakes(run, read_moe(run)))
+        return list(own_mistakes(run, read_moe(run), launched_machine()))
 
     (sentence,) = checked({})
     assert "init_device (meta): initialising experts from meta needs a mesh; add mesh" in sentence
