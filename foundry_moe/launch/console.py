@@ -86,6 +86,9 @@ def record_config(logger: Any, config: dict[str, Any]) -> None:
     """In place of LLM Foundry's `log_config`, which prints the configuration: gives it to loggers of metrics only."""
     from composer.loggers import ConsoleLogger, ProgressBarLogger
 
-    for destination in logger.destinations:
-        if not isinstance(destination, ConsoleLogger | ProgressBarLogger):
-            destination.log_hyperparameters(config)
+    everyone = logger.destinations
+    logger.destinations = tuple(one for one in everyone if not isinstance(one, ConsoleLogger | ProgressBarLogger))
+    try:
+        logger.log_hyperparameters(config)
+    finally:
+        logger.destinations = everyone

@@ -56,7 +56,7 @@ def test_the_run_stops_after_so_many_batches_and_says_where_it_began(limit, tmp_
     with pytest.raises(NonfiniteError, match=r"from batch 3 on|batch 3 was not finite") as raised:
         fit(poison, tmp_path, max_nonfinite=limit)
     assert "first in last.weight" in str(raised.value) and "lower the learning rate" in str(raised.value)
-    assert poison.seen == 3 + limit, "seen before the next batch"
+    assert poison.seen == 2 + limit, "seen before the next batch begins"
 
 
 def test_fewer_bad_batches_than_the_limit_stop_nothing(tmp_path) -> None:

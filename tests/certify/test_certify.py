@@ -137,7 +137,7 @@ def test_the_program_and_the_command_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (program,), (command,) = (blocks("how-to/certify.md", language) for language in ("python", "bash"))
+    (program,), (command, _) = (blocks("how-to/certify.md", language) for language in ("python", "bash"))
     for name, sequences in (("one_rank", 4), ("two_ranks", 2)):  # half of the batch, as a rank of two has it
         torch.manual_seed(1)
         model = Scored(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11))

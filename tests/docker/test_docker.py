@@ -104,7 +104,7 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> N
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["model.moe.mesh.expert=3"], "error: mesh.expert (3)"),
+        (["model.moe.mesh.expert=3"], "error: model.moe.mesh.expert (3)"),
         (["optimzer.lr=3"], "optimzer"),
         (["max_duration=${nope}"], "nope"),
         (["train_loader.dataset.split=trian"], "split (trian)"),
