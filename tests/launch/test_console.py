@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from composer.loggers import ConsoleLogger, InMemoryLogger
+from composer.loggers import ConsoleLogger, InMemoryLogger, Logger
 from omegaconf import OmegaConf
 
 from foundry_moe.launch.console import record_config, set_console
@@ -33,6 +33,8 @@ def test_facts_are_printed_by_rank_0_alone_and_without_a_time(rank, monkeypatch,
 
 def test_the_configuration_goes_to_loggers_but_not_to_the_console(capsys) -> None:
     memory, console = InMemoryLogger(), ConsoleLogger()
-    record_config(SimpleNamespace(destinations=[memory, console]), {"seed": 17})
+    logger = Logger(state=SimpleNamespace(), destinations=[memory, console])
+    record_config(logger, {"seed": 17})
+    assert logger.destinations == (memory, console)
     assert memory.hyperparameters == {"seed": 17} and console.hparams == {}
     assert capsys.readouterr() == ("", "")
