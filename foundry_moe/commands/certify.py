@@ -20,7 +20,6 @@ from foundry_moe.certify import (
     stored_in_safetensors,
 )
 from foundry_moe.checkpoint.dcp_reader import Reader
-from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.commands.argument_types import TRUST
 from foundry_moe.commands.chosen_checkpoint import open_folder
 from foundry_moe.schema import UserError
@@ -70,9 +69,8 @@ def _stored(arguments: argparse.Namespace) -> tuple[StoredTensors, int | None]:
     steps = [key.step for key in ledger.newest_first()]
     if not steps or step not in (None, *steps):
         raise UserError(f"{store.url} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {steps}")
-    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     chosen = steps[0] if step is None else step
-    return stored_by_dcp(Reader(store.url, options=options), folder, chosen), chosen
+    return stored_by_dcp(Reader(store.url, options=store.options), folder, chosen), chosen
 
 
 def _as_text(report: Report) -> str:
