@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.commands.verify.rows import difference
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
@@ -168,12 +170,12 @@ def _through(
     return {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad, **gradients}
 
 
-def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Tensor]:
+def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int, device: str) -> dict[str, Tensor]:
     """The same rank's values with all experts here: gradients of experts are summed over all ranks' tokens."""
-    whole = _experts(dtype, 16)
+    whole = _experts(dtype, 16).to(device)
     result = {}
     for r in range(ranks):
-        x_TD, weights_TK, experts_TK = _tokens(r, case, dtype)
+        x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(r, case, dtype))
         x_TD.requires_grad_()
         weights_TK.requires_grad_()
         y_TD = _run(Dispatcher(16), whole, x_TD, weights_TK, experts_TK)
@@ -185,41 +187,37 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
     return {**result, **{name: p.grad[mine] for name, p in whole.named_parameters()}}
 
 
-def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
-    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16).
+def compare_exchanges(ranks_per_node: int, cases: list[str], device: str = "cpu") -> dict[str, float]:
+    """By case: the largest relative difference of dispatched from local values, of hierarchical from flat (bf16 bits).
 
-    Each way also in rounds.
+    Each way also in rounds; hierarchical if there is more than one node. fp64 on a CPU, fp32 on GPUs.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    dtype = torch.float64 if device == "cpu" else torch.float32
     plan = plan_mesh(
         MeshConfig(expert=world_size, shard=1, all_to_all=HIERARCHICAL),
         world_size=world_size,
         ranks_per_node=ranks_per_node,
         num_experts=16,
     )
-    assert plan.all_to_all == HIERARCHICAL
-    flat, hierarchical = (dist.group.WORLD,), build_meshes(plan, "cpu").token_groups
-    assert AllToAllDispatcher(hierarchical, num_experts=16).rank == rank
+    assert (plan.all_to_all == HIERARCHICAL) == (plan.nodes > 1)
+    ways: dict[str, Any] = {"flat": (dist.group.WORLD,)}
+    if plan.nodes > 1:
+        ways["hierarchical"] = build_meshes(plan, device).token_groups
+        assert AllToAllDispatcher(ways["hierarchical"], num_experts=16).rank == rank
     largest = {}
     for case in cases:
-        expected = _alone(rank, case, torch.float64, world_size)
-        for name, groups, buffer in (
-            ("flat", flat, math.inf),
-            ("hierarchical", hierarchical, math.inf),
-            ("rounds", flat, 1.0),
-            ("hierarchical rounds", hierarchical, 1.0),
-        ):
-            measured = _through(groups, case, torch.float64, buffer=buffer)
-            gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
-            largest[f"{name}, {case}"] = max(gaps, default=0.0)
-        one, two = (_through(groups, case, torch.bfloat16) for groups in (flat, hierarchical))
-        same = all(torch.equal(one[k], two[k]) for k in one)
-        largest[f"bits, hierarchical, {case}"] = 0.0 if same else float("inf")
-    for key, value in largest.items():
-        gap = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(gap, op=dist.ReduceOp.MAX)
-        largest[key] = gap.item()
-    return largest
+        expected = _alone(rank, case, dtype, world_size, device)
+        for (name, groups), buffer in product(ways.items(), (math.inf, 1.0) if world_size > 1 else (math.inf,)):
+            measured = _through(groups, case, dtype, device, buffer)
+            largest[f"{name}, buffer {buffer}, {case}"] = max(difference(measured[k], expected[k]) for k in expected)
+        if plan.nodes > 1:
+            one, two = (_through(groups, case, torch.bfloat16, device) for groups in ways.values())
+            same = all(torch.equal(one[k], two[k]) for k in one)
+            largest[f"bits, hierarchical, {case}"] = 0.0 if same else float("inf")
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, largest)
+    return {key: max(gaps[key] for gaps in everyone) for key in largest}
 
 
 class _Noted(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from foundry_moe.commands.verify.rows import TOLERANCE
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import elastic_worker, gates_worker, parity_worker, trainer_worker
+from tests.distributed.test_parity_lora import CROWDED, MIXED
 from tests.helpers.launching import call_each
 from tests.helpers.small_training import CASES, Case, compare, run_meshes
 from tests.helpers.tiny_runs import YAML, mesh, run
@@ -24,9 +25,14 @@ pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 MESHES = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+EVERYWHERE = [*CASES, MIXED, CROWDED]
 GATES = [gates_worker.case_of(name) for name in gates_worker.ALONE]
 ON_GPU = {"dtype": torch.float32, "device": "cuda"}
 BREAK = 4
+RUNS = {
+    "all weights": {},
+    "adapters": {"keys": {"save_frozen": False}, "algorithms.dmoe.lora": {"r": 2, "alpha": 4}},
+}
 
 # the first update is zero, so a run ends with its initial weights
 AT_START = {"max_duration": "1ba", "optimizer.lr": 0.0, "optimizer.weight_decay": 0.0}
@@ -64,21 +70,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> dict[str, Any]:
-    """On two GPUs: all cases on each mesh, initial weights, a whole run, and one that is broken off."""
-    functions = [cases_on(MESHES, CASES), cases_on(MESHES[:1], GATES)]
+    """On two GPUs: all cases on each mesh, initial weights, and of each kind a whole run and one that is broken off."""
+    functions = [cases_on(MESHES, EVERYWHERE), cases_on(MESHES[:1], GATES)]
     functions += [partial(parity_worker.draw_on_meta, mesh, 4, 6, device="cuda") for mesh in MESHES]
     functions.append(train(*(mesh(*sizes, **keys) for sizes in MESHES for keys in STARTS.values())))
-    functions.append(
-        resumable(run(root / "whole", (1, 1, 2)), run(root / "broken", (1, 1, 2), break_at=BREAK)),
-    )
-    cases, gates, *gaps, starts, (whole, broken) = launch(2, *functions)
-    return {"cases": cases | gates, "gaps": gaps, "starts": starts, "whole": whole, "broken": broken}
+    for kind, keys in RUNS.items():
+        whole, broken = (root / f"{name} {kind}" for name in ("whole", "broken"))
+        functions.append(resumable(run(whole, (1, 1, 2), **keys), run(broken, (1, 1, 2), break_at=BREAK, **keys)))
+    results = launch(2, *functions)
+    cases, gates, *gaps, starts = results[: -len(RUNS)]
+    wholes = {kind: whole for kind, (whole, _) in zip(RUNS, results[-len(RUNS) :], strict=True)}
+    return {"cases": cases | gates, "gaps": gaps, "starts": starts, "whole": wholes}
 
 
 @pytest.fixture(scope="module")
 def one(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """On one GPU: all cases, initial weights, and runs that go on: its own, and that of two GPUs if there is one."""
-    functions = [cases_on([None], [*CASES, *GATES]), train(*STARTS.values())]
+    """On one GPU: all cases, initial weights, and runs that go on: its own, and those of two GPUs if there are any."""
+    functions = [cases_on([None], [*EVERYWHERE, *GATES]), train(*STARTS.values())]
     own = [
         run(root / "own", (1, 1, 1)),
         run(root / "parted", (1, 1, 1), break_at=BREAK),
@@ -86,10 +94,13 @@ def one(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     ]
     if torch.cuda.device_count() > 1:
         request.getfixturevalue("two")
-        shutil.copytree(root / "broken", root / "one")
-        own.append(run(root / "one", (1, 1, 1)))
-    cases, starts, (whole, _, parted, *other) = launch(1, *functions, resumable(*own))
-    return {"cases": cases, "starts": dict(zip(STARTS, starts, strict=True)), "whole": whole, "runs": [parted, *other]}
+        for kind, keys in RUNS.items():
+            shutil.copytree(root / f"broken {kind}", root / f"one {kind}")
+            own.append(run(root / f"one {kind}", (1, 1, 1), **keys))
+    cases, starts, (whole, _, parted, *others) = launch(1, *functions, resumable(*own))
+    starts = dict(zip(STARTS, starts, strict=True))
+    others = dict(zip(RUNS, others, strict=False))  # none on a machine of one GPU
+    return {"cases": cases, "starts": starts, "whole": whole, "parted": parted, "others": others}
 
 
 def check_continues(result: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -105,7 +116,7 @@ def check_continues(result: dict[str, Any], whole: dict[str, Any]) -> None:
 @two_gpus
 @pytest.mark.parametrize(
     ("mesh", "case"),
-    [*((mesh, case) for mesh in MESHES for case in CASES), *((MESHES[0], case) for case in GATES)],
+    [*((mesh, case) for mesh in MESHES for case in EVERYWHERE), *((MESHES[0], case) for case in GATES)],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 def test_two_gpus_train_as_one_does(two: dict[str, Any], one: dict[str, Any], mesh: Any, case: Case) -> None:
@@ -132,16 +143,21 @@ def test_weights_from_meta_are_those_drawn_whole(two: dict[str, Any]) -> None:
 
 
 def test_one_gpu_resumes_as_if_uninterrupted(one: dict[str, Any]) -> None:
-    check_continues(one["runs"][0], one["whole"])
+    check_continues(one["parted"], one["whole"])
 
 
 @two_gpus
-def test_two_gpus_resume_on_one_and_on_two_again(two: dict[str, Any], one: dict[str, Any], root: Path) -> None:
-    there = one["runs"][1]
-    check_continues(there, two["whole"])
+@pytest.mark.parametrize("kind", RUNS)
+def test_two_gpus_resume_on_one_and_on_two_again(
+    two: dict[str, Any], one: dict[str, Any], root: Path, kind: str
+) -> None:
+    there, whole, keys = one["others"][kind], two["whole"][kind], RUNS[kind]
+    check_continues(there, whole)
     ((same,), (back,)) = launch(
-        2, resumable(run(root / "broken", (1, 1, 2))), resumable(run(root / "one", (1, 2, 1), max_duration="7ba"))
+        2,
+        resumable(run(root / f"broken {kind}", (1, 1, 2), **keys)),
+        resumable(run(root / f"one {kind}", (1, 2, 1), max_duration="7ba", **keys)),
     )
-    check_continues(same, two["whole"])
+    check_continues(same, whole)
     assert same["began"] == there["began"]
     assert back["began_at"] == 6 and back["began"] == there["ended"] and back["ranks_agree"]

@@ -30,7 +30,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 2
 
 
 def mesh(world: int) -> dict[str, int]:
-    return {"replicate": 1, "shard": world // 2, "expert": 2}
+    return {"replicate": 1, "shard": max(world // 2, 1), "expert": min(world, 2)}
 
 
 def of_mixtral(folder: Path, world: int) -> dict[str, Any]:
@@ -76,19 +76,24 @@ def saved(run: dict[str, Any], checkpoints: Path, save_folder: str) -> dict[str,
     }
 
 
+def save_mixtral(root: Path) -> Path:
+    small("mixtral", num_local_experts=6, intermediate_size=40).save_pretrained(root / "mixtral")
+    return root / "mixtral"
+
+
 @pytest.fixture(scope="module")
 def runs(moto: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four processes left in folders and on S3, and what was refused."""
     root = tmp_path_factory.mktemp("hugging_face")
-    small("mixtral", num_local_experts=6, intermediate_size=40).save_pretrained(root / "mixtral")
+    mixtral = save_mixtral(root)
     (root / "bare").mkdir()
-    shutil.copy(root / "mixtral" / "config.json", root / "bare")
+    shutil.copy(mixtral / "config.json", root / "bare")
     four = [
-        saved(of_mixtral(root / "mixtral", 4), root / "mixtral_run", str(root / "mixtral_saved")),
+        saved(of_mixtral(mixtral, 4), root / "mixtral_run", str(root / "mixtral_saved")),
         saved(of_mpt(4), root / "mpt_run", str(root / "mpt_saved")),
         saved(of_mpt(4, gate={"name": "topk", "score": "sigmoid"}), root / "refused_run", str(root / "refused")),
         saved(of_mpt(4), root / "s3_run", "s3://bucket/exported"),
-        read_by_rank(root / "mixtral", root / "read_run"),
+        read_by_rank(mixtral, root / "read_run"),
         # goes on from the commit: of the model's folder the configuration is left
         {**read_by_rank(root / "bare", root / "read_run"), "max_duration": "2ba"},
     ]
@@ -108,16 +113,33 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "mpt"])
-def test_on_a_mesh_it_writes_what_plain_transformers_loads(kind: str, runs: dict[str, Any]) -> None:
-    assert runs["errors"][:2] == [None, None]
-    root = runs["root"]
+def check_saved(root: Path, kind: str) -> None:
+    """What the callback wrote loads in plain transformers, and is what a commit's certified export has."""
     folder = root / f"{kind}_saved" / "huggingface" / "ba2"
     assert (folder.parent / "ba1" / "config.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "MixtralForCausalLM"
     assert export(root / f"{kind}_run", root / f"{kind}_exported", "--certify", "--tokenizer", "none") == 0
     assert equal(tensors(folder), tensors(root / f"{kind}_exported"))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "mpt"])
+def test_on_a_mesh_it_writes_what_plain_transformers_loads(kind: str, runs: dict[str, Any]) -> None:
+    assert runs["errors"][:2] == [None, None]
+    check_saved(runs["root"], kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_on_gpus_it_writes_what_plain_transformers_loads(gpus: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    models = {"mixtral": of_mixtral(save_mixtral(tmp_path), gpus), "mpt": of_mpt(gpus)}
+    runs = [saved(run, tmp_path / f"{kind}_run", str(tmp_path / f"{kind}_saved")) for kind, run in models.items()]
+    train = hugging_face_worker.train_all
+    assert run_processes(train, YAML, runs, {}, world_size=gpus, backend="nccl", preload=()) == [None, None]
+    for kind in models:
+        check_saved(tmp_path, kind)
 
 
 def test_in_two_steps_out_and_in_again_is_bit_equal(runs: dict[str, Any]) -> None:

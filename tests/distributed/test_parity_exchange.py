@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from foundry_moe.commands.verify.rows import TOLERANCE
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.helpers.launching import PRELOAD
@@ -17,6 +19,17 @@ def test_dispatch_equals_local_experts_and_hierarchical_equals_flat(ranks: int, 
     assert len(gaps) == 5 * len(CASES)
     # fp64: sums over a token's ranks in another order; bits: none
     assert max(gaps.values()) < 1e-13, gaps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gpus", "ways"), [(1, 1), (2, 2), (4, 5)])
+def test_the_same_over_nccl(gpus: int, ways: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    compare = parity_worker.compare_exchanges
+    gaps = run_processes(compare, 2, CASES, "cuda", world_size=gpus, backend="nccl", preload=())
+    assert len(gaps) == ways * len(CASES)
+    assert max(gaps.values()) < TOLERANCE["fp32"], gaps
 
 
 @pytest.mark.gpu
