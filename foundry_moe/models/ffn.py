@@ -8,6 +8,7 @@ Shapes: D model width, F width of the block.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -94,30 +95,43 @@ def _pointwise_name(act: Any) -> str | None:
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The common class of these linear maps: `Linear` or `Conv1D`; None if they have none."""
-    parts = [getattr(module, name, None) for name in names]
-    if all(isinstance(part, nn.Linear) for part in parts):
-        return "Linear"
-    return "Conv1D" if all(type(part).__name__ == "Conv1D" and hasattr(part, "nf") for part in parts) else None
+    """The common class of these linear maps, `Linear` or `Conv1D`; None if they have none, or the widths differ.
+
+    Moshi's `fc1` is twice as wide as `fc2`: it holds the two maps of a GLU.
+    """
+    parts: list[Any] = [getattr(module, name, None) for name in names]
+    linear = all(isinstance(part, nn.Linear) for part in parts)
+    if not linear and not all(type(part).__name__ == "Conv1D" and hasattr(part, "nf") for part in parts):
+        return None
+    *up, down = (part.weight.shape for part in parts)
+    if any(shape != down[::-1] for shape in up):
+        return None
+    return "Linear" if linear else "Conv1D"
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    """False for MPT's block in transformers, which adds the residual that it gets as a second input."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) <= 1
 
 
 def read_dense(module: nn.Module) -> DenseFFN | None:
     """The block's parts; None if the module is not a known dense FFN."""
     act = next((getattr(module, name) for name in _ACTS if getattr(module, name, None) is not None), None)
-    if act is None:
+    if act is None or not _takes_one_input(module):
         return None
     name = _pointwise_name(act)
     for roles, families in ((("w1", "v1", "w2"), _GLUS), (("w1", "w2"), _MLPS)):
         for names in families:
             kind = _linears(module, names)
             if kind is not None:
-                dropout = getattr(module, "dropout", None)
+                dropout = getattr(module, "dropout", getattr(module, "residual_dropout", None))  # Starcoder2: a number
                 return DenseFFN(
                     module=module,
                     names=dict(zip(roles, names, strict=True)),
                     transposed=kind == "Conv1D",
                     activation=_GATED.get(name or "") if len(roles) == 3 else name,
-                    dropout=dropout.p if isinstance(dropout, nn.Dropout) else 0.0,
+                    dropout=getattr(dropout, "p", dropout if isinstance(dropout, float) else 0.0),
                 )
     return None
 
@@ -147,7 +161,8 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
     kind = _linears(module, tuple(names.values()))
     if kind is None:
         raise UserError(
-            f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it"
+            f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it, "
+            "of one width"
         )
     block = DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
     check_nothing_else(name, block)
