@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -208,9 +207,8 @@ def test_a_slow_store_does_not_block_training(store) -> None:
             self._store.put(key, data)
 
     engine = CheckpointEngine(Slow(store, None))
-    began = time.perf_counter()
     engine.save(make_state(1), 1)
-    assert time.perf_counter() - began < 5 and engine.busy and engine.poll() is None
+    assert engine.busy and engine.poll() is None  # a save that waited for the store would have committed
     assert steps_in(store) == []
     gate.set()
     assert engine.wait().error is None and not engine.busy and steps_in(store) == [1]
