@@ -147,7 +147,7 @@ class RunCheckpoints:
         )
         if dist.get_global_rank() == 0:
             size = int(loaded.summary.get("bytes", 0))
-            log.warning(
+            log.info(
                 "Resumed at batch %d from %s, written by %s: %.1f MB fetched (%.2f times the checkpoint), %.1f MB "
                 "sent between ranks, %.1f s.",
                 loaded.step,
@@ -241,7 +241,7 @@ class RunCheckpoints:
     def _log_progress(self, sent_bytes: int, save_bytes: int) -> None:
         if dist.get_global_rank() == 0:
             unit, size = ("GB", 1e9) if save_bytes >= 1e9 else ("MB", 1e6)
-            log.warning(
+            log.info(
                 "Waiting for the checkpoint of batch %s: %.1f of %.1f %s are written to %s.",
                 self.saved_step,
                 sent_bytes / size,
@@ -305,7 +305,7 @@ def start_from(folder: str, config: CheckpointConfig, state: State, logger: Logg
         for sentence in training_changes(describe_model(state.model), loaded.info.get("model")) if weights_only else ():
             log.warning("model.%s", sentence)
         what = "The weights" if weights_only else "Weights, optimizer and progress"
-        log.warning("%s are those of batch %d in %s.", what, loaded.step, folder)
+        log.info("%s are those of batch %d in %s.", what, loaded.step, folder)
 
 
 def _read(

@@ -5,10 +5,13 @@ Importing it imports neither torch nor Composer.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
+import struct
 import sys
+import termios
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,6 +75,8 @@ def set_console(run: DictConfig) -> None:
     `progress_bar`: on a terminal. `python_log_level`: WARNING, where LLM Foundry's default is DEBUG.
     """
     run.setdefault("progress_bar", sys.stderr.isatty() and not run.get("log_to_console"))
+    if run["progress_bar"] and sys.stderr.isatty():
+        _set_size(sys.stderr.fileno())
     run.setdefault("python_log_level", "WARNING")
     rank = os.environ.get("RANK", "0")
     console = _Console()
@@ -80,6 +85,12 @@ def set_console(run: DictConfig) -> None:
     ours.handlers[:] = [console]
     ours.setLevel(logging.INFO if rank == "0" else logging.WARNING)
     ours.propagate = False  # LLM Foundry's own handler would print each record once more
+
+
+def _set_size(terminal: int) -> None:
+    """Sets 80 columns and 24 rows where a terminal reports 0, as without a window: tqdm prints no bar there."""
+    if 0 in os.get_terminal_size(terminal):
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
 
 
 def record_config(logger: Any, config: dict[str, Any]) -> None:

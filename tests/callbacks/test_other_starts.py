@@ -57,7 +57,7 @@ def fit(
 def test_weights_of_another_folder_begin_a_new_run_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = fit(tmp_path / "first", 3)
     start = {"load_path": str(tmp_path / "first"), "load_weights_only": True}
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         second = fit(tmp_path / "second", 2, lr=0.5, **start)
     assert f"The weights are those of batch 3 in {tmp_path / 'first'}" in caplog.text
     assert second.batch == 0 and torch.equal(second.weight, first.ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 
@@ -113,7 +114,8 @@ def test_the_end_says_what_it_waits_for_and_the_summary_names_the_last_batch(
     monkeypatch.setattr(run_checkpoints, "PROGRESS_S", (0.2, 0.4))
     saves = ElasticCheckpoint(folder=str(tmp_path), interval="2ba", signals=[])
     callbacks = [RunReport(), saves] if report_first else [saves, RunReport()]
-    fit(mpt(), callbacks=callbacks, duration="4ba")
+    with caplog.at_level(logging.INFO):
+        fit(mpt(), callbacks=callbacks, duration="4ba")
     assert f"checkpoint {tmp_path} (batch 4)" in capfd.readouterr().out.splitlines()
     waits = [record.getMessage() for record in caplog.records if "Waiting for" in record.getMessage()]
     assert waits and len(waits) <= 5

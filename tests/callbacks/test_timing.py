@@ -34,6 +34,8 @@ def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) ->
         fit(3)
     age_s = time.time() - psutil.Process().create_time()
     (said,) = re.findall(r"since this process began: ([\d.]+) s \((.*)\)\.", caplog.text)
+    (resumed,) = [one for one in caplog.records if one.getMessage().startswith("Resumed at batch 1 from ")]
+    assert resumed.levelno == logging.INFO, "a fact of every resume"
     parts = dict(part.rsplit(" ", 1) for part in said[1].split(", "))
     assert {"imports and process group", "finding the checkpoint", "reading it", "first batch"} < {*parts}
     assert abs(float(said[0]) - sum(map(float, parts.values()))) < 1
