@@ -80,7 +80,7 @@ def build(config: MoEConfig, width: int, device: torch.device, tokens: int) -> M
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = MoELayer(width, config, layer_index=0, num_layers=12, context=context, device=device, dtype=dtype)
     layer.reset_parameters()
-    context.note(torch.randint(50_000, (max(tokens // SEQUENCE, 1), min(SEQUENCE, tokens)), device=device))
+    context.set_tokens(torch.randint(50_000, (max(tokens // SEQUENCE, 1), min(SEQUENCE, tokens)), device=device))
     return layer
 
 
@@ -229,7 +229,7 @@ def compare_microbatches(choices_LT: Tensor, device: torch.device, rounds: int, 
                     torch.cuda.reset_peak_memory_stats()
                 synchronize(device)
                 began = time.perf_counter()
-                run.context.anchor(run.loss(ids_NS, index)).backward()
+                run.context.track_scale(run.loss(ids_NS, index)).backward()
                 synchronize(device)
                 times[str(capacity)].append(1e3 * (time.perf_counter() - began))
                 peaks[str(capacity)] = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0

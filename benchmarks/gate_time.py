@@ -54,7 +54,7 @@ def build(settings: dict[str, Any], top_k: int, device: torch.device, scale: int
     layer = MoELayer(WIDTH // scale, config, layer_index=0, num_layers=16, context=context, device=device, dtype=dtype)
     layer.reset_parameters()
     sequence = SEQUENCE // scale
-    context.note(torch.randint(50_000, (TOKENS // SEQUENCE, sequence), device=device))
+    context.set_tokens(torch.randint(50_000, (TOKENS // SEQUENCE, sequence), device=device))
     return layer
 
 

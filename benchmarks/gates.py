@@ -177,7 +177,7 @@ def time_gate(file: Path, rounds: int = 15) -> tuple[float, float]:
         x.shape[1], saved["config"], layer_index=1, num_layers=4, context=context, device=device, dtype=dtype
     )  # fmt: skip
     layer.load_state_dict(saved["state"])
-    context.note(saved["ids"].to(device))
+    context.set_tokens(saved["ids"].to(device))
     context.progress = saved["progress"]
     x_TD = x.requires_grad_()
     for_gate = context.for_tokens(len(x_TD), layer=1, losses=layer.wanted_losses, training=True)

@@ -46,7 +46,7 @@ class Stack(nn.Module):
         )
         for layer in self.moes:
             layer.reset_parameters()
-        context.note(torch.randint(50_000, (TOKENS // SEQUENCE, SEQUENCE // scale), device=device))
+        context.set_tokens(torch.randint(50_000, (TOKENS // SEQUENCE, SEQUENCE // scale), device=device))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         for norm, moe in zip(self.norms, self.moes, strict=True):

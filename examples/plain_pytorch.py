@@ -23,7 +23,7 @@ from foundry_moe import (
     Progress,
     Reader,
     Writer,
-    clip_norm,
+    clip_grad_norm_,
     parallelize,
     step_gates_after,
 )
@@ -121,11 +121,11 @@ def main(folder: str, steps: int) -> None:
         total = torch.zeros((), device=device)
         for microbatch in rows[chosen].chunk(MICROBATCHES):
             ids = microbatch.chunk(world)[rank].to(device)
-            context.note(ids)  # token ids, and padding where there is any
+            context.set_tokens(ids)  # token ids, and padding where there is any
             loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            (context.anchor(loss) / MICROBATCHES).backward()  # auxiliary losses are scaled as this loss is
+            (context.track_scale(loss) / MICROBATCHES).backward()  # auxiliary losses are scaled as this loss is
             total += loss.detach() / MICROBATCHES
-        clip_norm(model.parameters(), 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         training.step += 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a publ
     from foundry_moe.layers.schedule import Progress as Progress
     from foundry_moe.models.conversion import apply_dmoe as apply_dmoe
     from foundry_moe.models.mpt import DMoECausalLM as DMoECausalLM
-    from foundry_moe.parallel.gradients import clip_norm as clip_norm
+    from foundry_moe.parallel.gradients import clip_grad_norm_ as clip_grad_norm_
     from foundry_moe.parallel.placement import parallelize as parallelize
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _PUBLIC = {
     "num_active_params": "foundry_moe.layers.lookup",
     "flops_per_token": "foundry_moe.flops",
     "parallelize": "foundry_moe.parallel.placement",
-    "clip_norm": "foundry_moe.parallel.gradients",
+    "clip_grad_norm_": "foundry_moe.parallel.gradients",
     "Writer": "foundry_moe.checkpoint.dcp_writer",
     "Reader": "foundry_moe.checkpoint.dcp_reader",
     "apply_dmoe": "foundry_moe.models.conversion",

@@ -29,7 +29,7 @@ SECTIONS: dict[str, type] = {
     "callbacks.run_report": RunReport,
 }
 # methods for a user's own loop; the others are called by Composer, torch or the layers
-METHODS = {"BatchContext": ["observe", "note", "anchor"], "Reader": ["steps"]}
+METHODS = {"BatchContext": ["observe", "set_tokens", "track_scale"], "Reader": ["steps"]}
 KEYS: dict[str, type] = {"DMoE": MoEConfig, "ElasticCheckpoint": CheckpointConfig}
 _KEY = re.compile(r"^(\w+(?:, \w+)*): ")
 

@@ -10,20 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from llmfoundry.models.mpt import ComposerMPTCausalLM, MPTConfig
 
 import foundry_moe
 from foundry_moe import DMoE, DMoECausalLM, ElasticCheckpoint, ExpertLoad, MoEConfig
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 from foundry_moe.callbacks.run_report import RunReport
+from foundry_moe.models.mpt import MPTKeys
 from tests.helpers.demo import ROOT
 
 PROGRAM = """
-from foundry_moe import DMoE, ElasticCheckpoint, ExpertLoad, MoEConfig, MoELayer, moe_layers
+from foundry_moe import DMoE, DMoECausalLM, ElasticCheckpoint, ExpertLoad, MoEConfig, MoELayer, moe_layers
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 
 config = MoEConfig(num_experts=8, top_k=2, gate={"name": "topk"})
 DMoE(config)
 DMoE(num_experts=8, top_k=2, mesh={"expert": 2})
+DMoECausalLM(config, d_model=16, n_heads=2)
 ElasticCheckpoint(folder="runs/x", interval="100ba", asynchronous=False)
 ExpertLoad("10ba", per_layer=True)
 MoEMesh(expert=2)
@@ -34,6 +37,7 @@ MISTAKES = """
 MoEConfig(num_experts=8, topk=2)
 DMoE(num_experts=8, topk=2)
 DMoE(8)
+DMoECausalLM(config, d_modle=16)
 ElasticCheckpoint(foldr="runs/x")
 ExpertLoad(5)
 MoEMesh(experts=2)
@@ -69,6 +73,12 @@ def test_the_names_of_type_checkers_are_those_of_completion():
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
     typed = {name.asname: node.module for node in imports for name in node.names if name.asname}
     assert typed == foundry_moe._PUBLIC and set(typed) < set(dir(foundry_moe))
+
+
+@pytest.mark.quick
+def test_the_typed_keys_of_a_model_are_those_of_mpt():
+    taken = {name for cls in (MPTConfig, ComposerMPTCausalLM) for name in inspect.signature(cls).parameters}
+    assert set(MPTKeys.__annotations__) == taken - {"kwargs", "loss_fn"}
 
 
 @pytest.mark.quick

@@ -200,7 +200,7 @@ class Transformer:
 
     def loss(self, ids_NS: Tensor, batch: int) -> Tensor:
         ids_NS = ids_NS.long()
-        self.context.note(ids_NS[:, :-1])
+        self.context.set_tokens(ids_NS[:, :-1])
         self.context.progress = self.progress = Progress(ba=batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             x_TD = self.model(ids_NS[:, :-1]).flatten(0, 1)
@@ -209,7 +209,7 @@ class Transformer:
     def backward(self, ids_NS: Tensor, batch: int, microbatch: int) -> None:
         """Adds up the gradients of a batch, `microbatch` samples at a time."""
         for part_NS in ids_NS.split(microbatch):
-            loss = self.context.anchor(self.loss(part_NS, batch))
+            loss = self.context.track_scale(self.loss(part_NS, batch))
             (loss * (len(part_NS) / len(ids_NS))).backward()
 
     def update(self) -> None:

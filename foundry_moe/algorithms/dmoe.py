@@ -107,7 +107,7 @@ class DMoE(Algorithm):
         context = batch_context(state.model)
         if context is not None:
             labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
-            state.loss = context.anchor(state.loss, labels)
+            state.loss = context.track_scale(state.loss, labels)
 
     def _put_experts(self, state: State) -> list[MoELayer]:
         """Converts the model. Raises ValueError if that adds no experts: the run would train a dense model."""

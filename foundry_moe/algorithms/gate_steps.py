@@ -22,7 +22,7 @@ from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.flops import flops_per_token
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.forward_pass import count_targets
-from foundry_moe.layers.lookup import moe_layers, note_loads, num_params, step_gates
+from foundry_moe.layers.lookup import loads_so_far, moe_layers, num_params, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
@@ -130,7 +130,7 @@ class GateSteps(Algorithm):
             # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, layers)
             _report_no_targets(state)
-            self._before = note_loads(layers)
+            self._before = loads_so_far(layers)
             tokens = real_tokens(state.batch) if any(layer.loss_weights for layer in layers) else None
             self._rank_tokens = None
             if tokens is not None:

@@ -122,7 +122,7 @@ class BatchContext:
         self.has_losses = False
         self._counting = False
         self._pass: ForwardPass | None = None  # that runs, or is recomputed
-        self._noted: ForwardPass | None = None
+        self._given: ForwardPass | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
         self._backward: _Backward | None = None
         self._warned = False
@@ -130,7 +130,7 @@ class BatchContext:
     def loss_scale(self, device: torch.device) -> Tensor:
         """`auxiliary_scale`, else d(what is differentiated) / d(loss): a trainer weighs microbatches and scales fp16.
 
-        fp64 scalar; 1 without an anchored loss. Valid in the backward pass only.
+        fp64 scalar; 1 without a loss of `track_scale`. Valid in the backward pass only.
         """
         if self._loss_scale.device != device:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
@@ -184,19 +184,19 @@ class BatchContext:
     def _running(self, needs_mask: bool) -> ForwardPass:
         run = self._pass
         if run is None:
-            if self._noted is None:
+            if self._given is None:
                 return ForwardPass(progress=self.progress, batch_counts=self.batch_counts)
             if _in_backward():
                 raise UserError(
-                    "activation checkpointing recomputes a layer whose ids or padding were given by note(): call "
+                    "activation checkpointing recomputes a layer whose ids or padding were given by set_tokens(): call "
                     "context.observe(model) once after the model is built, so that each forward pass keeps its own"
                 )
-            run = replace(self._noted, progress=self.progress, batch_counts=self.batch_counts)
+            run = replace(self._given, progress=self.progress, batch_counts=self.batch_counts)
         if needs_mask and run.unknown_mask:
             raise UserError(
                 f"attention_mask ({run.unknown_mask}) does not tell which tokens are padding, on which this training "
                 "depends: give the model a mask [batch, sequence] or [batch, heads, sequence, sequence], or pass one "
-                "to batch_context(model).note(input_ids, mask) before each forward pass"
+                "to batch_context(model).set_tokens(input_ids, mask) before each forward pass"
             )
         return run
 
@@ -257,12 +257,12 @@ class BatchContext:
         if self._backward is not None and not _in_backward():
             self._end_backward()  # it has failed
         found = inherit(read_call(takes, args, kwargs), self._pass)
-        if self._noted is not None:  # of this pass, and before what its arguments say
-            noted, self._noted = self._noted, None
-            if noted.mask_BS is not None:
-                found.update(mask_BS=noted.mask_BS, unknown_mask="")
+        if self._given is not None:  # of this pass, and before what its arguments say
+            given, self._given = self._given, None
+            if given.mask_BS is not None:
+                found.update(mask_BS=given.mask_BS, unknown_mask="")
             for name in ("token_ids_BS", "sequence_id_BS"):
-                found[name] = found[name] if getattr(noted, name) is None else getattr(noted, name)
+                found[name] = found[name] if getattr(given, name) is None else getattr(given, name)
         self._pass = ForwardPass(
             **found,
             progress=self.progress,
@@ -312,7 +312,7 @@ class BatchContext:
         """At the begin of the backward pass of `run`."""
         backward = self._in_this_backward()
         self._pass = run
-        scale = run.auxiliary_scale if backward.anchored is None else backward.anchored
+        scale = run.auxiliary_scale if backward.tracked is None else backward.tracked
         found: ForwardPass | None = run
         while scale is None and found is not None:
             scale, found = backward.losses.get(found), found.around
@@ -340,12 +340,12 @@ class BatchContext:
             self._pass, self._backward = self._backward.before, None
             self._set_scale(None)
 
-    def note(
+    def set_tokens(
         self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None
     ) -> None:
-        """Notes ids and padding of the next forward pass: [sequences, positions], or [tokens] of one sequence.
+        """Sets ids and padding of the next forward pass: [sequences, positions], or [tokens] of one sequence.
 
-        Without `observe`, of all forward passes until the next note.
+        Without `observe`, of all forward passes until the next call.
 
         Args:
             mask_BS: 1 or True = real, 0 = padding.
@@ -353,41 +353,41 @@ class BatchContext:
         """
         packed = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
         mask, ids_BS = read_mask(mask_BS, token_ids_BS), None if token_ids_BS is None else by_sequence(token_ids_BS)
-        self._noted = ForwardPass(token_ids_BS=ids_BS, sequence_id_BS=packed, **mask)
+        self._given = ForwardPass(token_ids_BS=ids_BS, sequence_id_BS=packed, **mask)
         if token_ids_BS is not None:
             self.loss_scale(token_ids_BS.device)  # before any layer runs: a compiled graph would make it a constant
 
-    def anchor(self, loss: Any, labels_BS: Any = None) -> Any:
+    def track_scale(self, loss: Any, labels_BS: Any = None) -> Any:
         """The loss unchanged; its backward pass records the factor by which the trainer scales it.
 
-        A mapping of losses is anchored at `total`, other containers at each tensor.
+        Of a mapping of losses this is `total`, of other containers each tensor.
 
         Args:
             labels_BS: of a language model; if all are -100, loss and gradient become 0 in place of NaN.
         """
         if isinstance(loss, Tensor):
-            return self._anchor(loss, count_targets(labels_BS)) if loss.requires_grad else loss
+            return self._track_scale(loss, count_targets(labels_BS)) if loss.requires_grad else loss
         if isinstance(loss, Mapping):
             names = ["total"] if "total" in loss else list(loss)
-            return {**loss, **{name: self.anchor(loss[name], labels_BS) for name in names}}
+            return {**loss, **{name: self.track_scale(loss[name], labels_BS) for name in names}}
         if isinstance(loss, tuple | list):
-            return type(loss)(self.anchor(item, labels_BS) for item in loss)
+            return type(loss)(self.track_scale(item, labels_BS) for item in loss)
         return loss
 
-    def _anchor(self, loss: Tensor, targets: Tensor | None) -> Tensor:
+    def _track_scale(self, loss: Tensor, targets: Tensor | None) -> Tensor:
         self.loss_scale(loss.device)
         given = self.auxiliary_scale
 
         def record(gradient: Tensor) -> Tensor:  # runs before all other nodes of the backward pass
             gradient = _zero_without(targets, gradient)
             scale = gradient.detach().sum() if given is None else given
-            self._in_this_backward().anchored = scale
+            self._in_this_backward().tracked = scale
             self._set_scale(scale)
             return gradient
 
-        anchored = _zero_without(targets, loss)
-        anchored.register_hook(record)
-        return anchored
+        tracked = _zero_without(targets, loss)
+        tracked.register_hook(record)
+        return tracked
 
 
 @dataclass(kw_only=True)
@@ -395,19 +395,19 @@ class _Backward:
     """State of one backward pass.
 
     before: the pass that ran when it began.
-    anchored: the scale of a loss that was anchored.
+    tracked: the scale of a loss of `track_scale`.
     losses: scales by the passes that computed a loss.
     """
 
     before: ForwardPass | None
     losses: dict[ForwardPass, Tensor]
-    anchored: Tensor | None = None
+    tracked: Tensor | None = None
 
 
 _NO_LOSS = (
     "auxiliary losses are added with factor 1: the loss of this backward pass is not known. If it is scaled before "
-    "backward() (divided by microbatches, by a GradScaler), use batch_context(model).anchor(loss) first; if a wrapper "
-    "that was made after apply_dmoe computes the loss, call batch_context(model).observe(wrapper) once"
+    "backward() (divided by microbatches, by a GradScaler), use batch_context(model).track_scale(loss) first; if a "
+    "wrapper that was made after apply_dmoe computes the loss, call batch_context(model).observe(wrapper) once"
 )
 
 

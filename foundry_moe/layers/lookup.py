@@ -64,7 +64,7 @@ def num_active_params(model: nn.Module) -> int:
     return num_params(model) - idle_parameters(model)
 
 
-def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
+def loads_so_far(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
     return [layer.statistics.counts_E.clone() for layer in layers if layer.uses_loads]
 
@@ -73,7 +73,7 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
     """Calls `after_step` with the loads of the step, over all microbatches and ranks. One reduction for all layers.
 
     Args:
-        before: from `note_loads`.
+        before: from `loads_so_far`.
     """
     layers = [layer for layer in layers if layer.uses_loads]
     if not layers:

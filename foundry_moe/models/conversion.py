@@ -36,7 +36,7 @@ def apply_dmoe(
     Face MoE block keeps its weights and its meaning, and dense blocks beside it stay dense; which families can be
     taken over is in docs/how-to/hugging_face.md. Layers on the meta device record where their weights come from in
     `MoELayer.sources`. A loss that the model does not return as `loss` must go through
-    `batch_context(model).anchor(loss)` if something scales it before its backward pass; `DMoE` does this.
+    `batch_context(model).track_scale(loss)` if something scales it before its backward pass; `DMoE` does this.
 
     Args:
         model: an MPT, a Hugging Face causal LM, or a wrapper of one; with `blocks`, any model.

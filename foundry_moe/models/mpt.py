@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from llmfoundry.layers_registry import attention_implementations
 from llmfoundry.models.mpt.configuration_mpt import MPTConfig
@@ -23,6 +23,9 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models import loss_head
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.schema import UserError, from_mapping
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 _ATTENTION = "sdpa"
 _FUSED_LOSS = "fused_linear_crossentropy"
@@ -43,6 +46,40 @@ class DMoEMPTConfig(MPTConfig):
         super()._validate_config()
 
 
+class MPTKeys(TypedDict, total=False):
+    """Keys of `mpt_causal_lm` and their types, for type checkers and completion; MPTConfig has the defaults."""
+
+    tokenizer: Any
+    use_train_metrics: bool
+    additional_train_metrics: list[str] | None
+    d_model: int
+    n_heads: int
+    n_layers: int
+    head_dim: int | None
+    expansion_ratio: int | float
+    max_seq_len: int
+    vocab_size: int
+    resid_pdrop: float
+    emb_pdrop: float
+    learned_pos_emb: bool
+    attn_config: dict[str, Any] | None
+    ffn_config: dict[str, Any] | None
+    init_device: str
+    logit_scale: float | str | None
+    no_bias: bool
+    attention_bias: bool | None
+    embedding_fraction: float
+    norm_type: str
+    norm_eps: float
+    use_cache: bool
+    init_config: dict[str, Any] | None
+    fc_type: str | dict[str, Any]
+    tie_word_embeddings: bool
+    use_pad_tok_in_ffn: bool
+    block_overrides: dict[str, Any] | None
+    final_logit_softcapping: float | None
+
+
 class DMoECausalLM(ComposerMPTCausalLM):
     """An MPT with dropless MoE layers; all keys of `mpt_causal_lm`, and `moe`, the keys of `algorithms.dmoe`.
 
@@ -59,7 +96,9 @@ class DMoECausalLM(ComposerMPTCausalLM):
             fused loss that this model does not support.
     """
 
-    def __init__(self, moe: MoEConfig | Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, moe: MoEConfig | Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Unpack[MPTKeys]
+    ) -> None:
         config = moe if isinstance(moe, MoEConfig) else from_mapping(MoEConfig, moe, "model.moe")
         if config.init == "upcycle":
             raise UserError(UPCYCLE_NEEDS_WEIGHTS)
@@ -116,7 +155,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
             loss = super().loss(outputs, batch)
         else:
             loss = outputs.loss / (self._targets(batch) != loss_head.IGNORED).sum().clamp(min=1)
-        return self.context.anchor(loss, self._targets(batch))
+        return self.context.track_scale(loss, self._targets(batch))
 
     def _can_fuse_loss(self, *, required: bool) -> bool:
         if not loss_head.is_installed():

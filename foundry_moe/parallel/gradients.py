@@ -146,7 +146,7 @@ def _default_device() -> torch.device:
 
 
 @torch.no_grad()
-def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scales all gradients so that their 2-norm is `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does.
 
     Returns:

@@ -148,7 +148,7 @@ def balance_of_ranks(scopes: list[str], mesh: tuple[int, int, int]) -> dict[str,
         rank = dist.get_rank()
         # ranks have different numbers of tokens of different texts
         ids = torch.randint(40, (2 + rank, 6), generator=torch.Generator().manual_seed(rank))
-        loss = context.anchor((model(ids) * 0).sum())  # type: ignore[union-attr]
+        loss = context.track_scale((model(ids) * 0).sum())  # type: ignore[union-attr]
         loss.backward()
         results[scope] = _of_all(
             {

@@ -59,7 +59,7 @@ def test_yaml_of_a_page_is_that_of_a_run_and_its_layer_trains(page: str, tmp_pat
         widths = {"expert_hidden_size": 8, "activation": "swiglu", "bias": False, "init": "random"}
         layer = MoELayer(16, replace(config, mesh=None, layers="all", backend="reference", **widths), context=context)
         layer.reset_parameters()
-        context.note(torch.arange(128).reshape(2, 64) % 32)
+        context.set_tokens(torch.arange(128).reshape(2, 64) % 32)
         y = layer(torch.randn(2, 64, 16, requires_grad=True))
         y.square().mean().backward()
         assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)

@@ -55,7 +55,7 @@ def context_of(
     context.progress = Progress(ba=step, dur=0.0)
     for name, value in fields.items():
         setattr(context, name, value)
-    context.note(ids_BS, mask_BS, packed_BS)
+    context.set_tokens(ids_BS, mask_BS, packed_BS)
     return context.for_tokens(
         ids_BS.numel(), layer=layer, seed=5, losses=losses, training=training, balance_over=balance_over
     )

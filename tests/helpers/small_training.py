@@ -31,10 +31,10 @@ from torch.nn import functional as F
 from foundry_moe.commands.verify.rows import difference
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.launch.processes import run_processes
-from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
+from foundry_moe.layers.lookup import batch_context, loads_so_far, moe_layers, step_gates
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.parallel.gradients import clip_norm
+from foundry_moe.parallel.gradients import clip_grad_norm_
 from foundry_moe.parallel.mesh import Mesh
 from foundry_moe.parallel.placement import parallelize, replace_parameters
 from foundry_moe.parallel.transformer_blocks import prefetch_in_order
@@ -279,13 +279,13 @@ def run_case(
     seen: dict[str, Tensor] = {}
     for step in range(STEPS):
         context.progress = Progress(ba=step, dur=step / STEPS)
-        before = note_loads(moe_layers(model))
+        before = loads_so_far(moe_layers(model))
         optimizer.zero_grad()
         loss = accumulate_gradients(case, model, step, dtype, distributed=mesh is not None)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and step in (0, STEPS - 1):
                 seen[f"grad/{step}/{kind_of(name)}/{name}"] = whole(parameter.grad)
-        seen[f"norm/{step}"] = clip_norm(model.parameters(), case.max_norm).cpu()
+        seen[f"norm/{step}"] = clip_grad_norm_(model.parameters(), case.max_norm).cpu()
         seen[f"loss/{step}"] = loss.cpu()
         optimizer.step()
         step_gates(moe_layers(model), before, Progress(ba=step + 1))
@@ -315,7 +315,7 @@ def accumulate_gradients(case: Case, model: TinyLM, step: int, dtype: torch.dtyp
         context.auxiliary_scale = real_NS.sum().double() * world_size / all_real
         logits = model(mine[:, :-1], attention_mask=real_NS)
         losses_T = F.cross_entropy(logits[trained_NS].to(dtype), mine[:, 1:][trained_NS], reduction="none")
-        mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
+        mean = context.track_scale(losses_T.sum() / max(losses_T.numel(), 1))
         (mean * losses_T.numel() * world_size / all_trained).backward()
         total += losses_T.detach().sum() / all_trained
     if distributed:

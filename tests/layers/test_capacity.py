@@ -132,7 +132,7 @@ def test_padding_takes_no_place():
     with torch.no_grad():
         layer.gate.weight_ED[0], layer.gate.weight_ED[1] = 1.0, -1.0
     x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 slots for 4 real tokens
-    context.note(torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
+    context.set_tokens(torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
     y = layer(x)
     assert (y[0, :4] == 0).all() and (y[0, 4:] != 0).all()
     y.sum().backward()
@@ -148,7 +148,7 @@ def test_a_capacity_counts_real_tokens(positions, drop):
     x_TD = x.detach()[:, :12].reshape(-1, 6).requires_grad_()
     alone, padded = build(config), build(config)
     truth_TD = alone(x_TD)
-    padded.context.note(torch.zeros(2, positions).long(), (torch.arange(positions) < 12).expand(2, -1))
+    padded.context.set_tokens(torch.zeros(2, positions).long(), (torch.arange(positions) < 12).expand(2, -1))
     y = padded(x)
     torch.testing.assert_close(y[:, :12].reshape(-1, 6), truth_TD)
     y[:, :12].sum().backward()

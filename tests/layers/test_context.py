@@ -27,7 +27,7 @@ class Wrapper(nn.Module):
         return self.model(batch["input_ids"], attention_mask=batch.get("attention_mask"))
 
 
-def test_ids_and_padding_are_noted_through_a_wrapper():
+def test_ids_and_padding_are_read_through_a_wrapper():
     context, model = BatchContext(), Wrapper()
     context.observe(model)
     ids, mask = torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -47,7 +47,7 @@ def test_a_note_is_for_one_call_of_the_model_and_outer_modules_complete_inner_on
     seen = []
     model.model.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6)))
     ids, packed = torch.arange(6).view(2, 3), torch.tensor([[0, 0, 1], [0, 1, -1]])
-    context.note(None, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    context.set_tokens(None, torch.tensor([[1, 1, 0], [1, 1, 1]]))
     model({"input_ids": ids, "sequence_id": packed})
     model({"input_ids": ids})
     assert seen[0].mask_T.sum() == 5 and torch.equal(seen[0].token_ids_BS, ids)
@@ -67,9 +67,9 @@ def sequences_of(context, tokens, **shape):
 
 def test_sequences_are_rows_or_the_documents_packed_into_them():
     context = BatchContext()
-    context.note(torch.zeros(2, 3, dtype=torch.long))
+    context.set_tokens(torch.zeros(2, 3, dtype=torch.long))
     assert sequences_of(context, 6).sequences.index_T.tolist() == [0, 0, 0, 1, 1, 1]
-    context.note(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[0, 0, 1], [0, 1, -1]]))
+    context.set_tokens(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[0, 0, 1], [0, 1, -1]]))
     noted = sequences_of(context, 6).sequences
     assert noted.index_T.tolist() == [0, 0, 1, 3, 4, 3] and noted.num_sequences == 6
     assert context.for_tokens(6, balance_over="sequence", losses=frozenset({"z"}), training=True).sequences is None
@@ -83,11 +83,11 @@ def test_sequences_are_rows_or_the_documents_packed_into_them():
 def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
     context = BatchContext()
     loss = torch.tensor(2.0, requires_grad=True)
-    anchored = context.anchor({"total": loss * 3, "part": loss})
-    assert anchored["total"].item() == 6.0
+    tracked = context.track_scale({"total": loss * 3, "part": loss})
+    assert tracked["total"].item() == 6.0
     during = []
     loss.register_hook(lambda _: during.append(context.loss_scale(loss.device).item()))
-    (anchored["total"] * 0.25).backward()
+    (tracked["total"] * 0.25).backward()
     assert during == [0.25] and context.loss_scale(loss.device).item() == 1
     assert loss.grad.item() == 0.75
 
@@ -95,5 +95,5 @@ def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
 def test_anchor_takes_tensors_tuples_and_losses_without_gradient():
     context = BatchContext()
     leaf = torch.tensor(1.0, requires_grad=True)
-    first, second = context.anchor((leaf * 2, torch.tensor(5.0)))
+    first, second = context.track_scale((leaf * 2, torch.tensor(5.0)))
     assert (first.item(), second.item()) == (2.0, 5.0)

@@ -32,7 +32,7 @@ def build(settings, top_k: int, capacity) -> MoELayer:
 
 def run(layer: MoELayer, ids: Tensor | None, x: Tensor) -> list[Tensor]:
     """The output, and the gradients of the input and all parameters."""
-    layer.context.note(ids, None if ids is None else torch.ones_like(ids))
+    layer.context.set_tokens(ids, None if ids is None else torch.ones_like(ids))
     x = x.clone().requires_grad_()
     y = layer(x)
     assert y.shape == x.shape

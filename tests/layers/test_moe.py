@@ -203,7 +203,7 @@ def test_auxiliary_losses_count_exactly_once(mode, microbatches):
     block = Block(layer, mode)
     batches = torch.randn(microbatches, 8, 6, dtype=torch.float64)
     for x_TD in batches:
-        loss = context.anchor(block(x_TD.requires_grad_()).square().mean())
+        loss = context.track_scale(block(x_TD.requires_grad_()).square().mean())
         (loss / microbatches).backward()
     ours = layer.gate.weight_ED.grad.clone()
 
@@ -249,7 +249,7 @@ def test_padding_takes_part_in_neither_loss_nor_statistics():
     layer = build(replace(CONFIG, loss={"balance": 1.0}), context)
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     mask_BS = torch.tensor([[True, True, False, False], [True, True, True, False]])
-    context.note(None, mask_BS)
+    context.set_tokens(None, mask_BS)
     layer(x).sum().backward()
     assert layer.statistics.counts_E.sum() == 5 * 2
     real_TD = x.reshape(-1, 6)[mask_BS.flatten()]

@@ -146,14 +146,14 @@ def scaled(model: Any, how: str) -> Tensor:
         return model(**A).loss / 4
     if how == "num_items_in_batch":
         return model(**A, num_items_in_batch=4 * int((A["labels"][:, 1:] != -100).sum())).loss
-    if how == "anchored":
-        return batch_context(model).anchor(backbone_and_head(model, A)) / 4
+    if how == "tracked":
+        return batch_context(model).track_scale(backbone_and_head(model, A)) / 4
     wrapped = Wrapper(model)
     batch_context(model).observe(wrapped)
     return wrapped(**A).loss / 4
 
 
-@pytest.mark.parametrize("how", ["divided", "num_items_in_batch", "anchored", "observed wrapper"])
+@pytest.mark.parametrize("how", ["divided", "num_items_in_batch", "tracked", "observed wrapper"])
 def test_auxiliary_losses_are_scaled_as_the_loss_is(how, recwarn):
     models = [build(**LOSSES), build(**LOSSES)]
     models[0](**A).loss.backward()
@@ -165,7 +165,7 @@ def test_auxiliary_losses_are_scaled_as_the_loss_is(how, recwarn):
 
 def test_an_unknown_loss_is_warned_about_once():
     model = build(**LOSSES)
-    with pytest.warns(UserWarning, match=r"auxiliary losses are added with factor 1.*anchor\(loss\)") as caught:
+    with pytest.warns(UserWarning, match=r"auxiliary losses are added with factor 1.*track_scale\(loss\)") as caught:
         for _ in range(2):
             (backbone_and_head(model, A) / 4).backward()
     assert len([w for w in caught if "auxiliary losses" in str(w.message)]) == 1

@@ -26,12 +26,12 @@ def outcome(settings, top_k, backend, dtype):
     layer.to(device=DEVICE, dtype=dtype).train()
     generator = torch.Generator().manual_seed(2)
     ids_BS = torch.randint(30, (2, 20), generator=generator)
-    context.note(ids_BS.to(DEVICE), None)
+    context.set_tokens(ids_BS.to(DEVICE), None)
     table_VD = torch.randn(30, WIDTH, generator=generator, dtype=torch.float64)
     x = table_VD[ids_BS].to(device=DEVICE, dtype=dtype).requires_grad_()
     y = layer(x)
     direction = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(device=DEVICE, dtype=dtype)
-    context.anchor((y * direction).sum()).backward()
+    context.track_scale((y * direction).sum()).backward()
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
