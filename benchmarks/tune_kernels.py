@@ -175,7 +175,7 @@ def _compile(share: tuple[int, int, list[str]]) -> None:
         for product in products("tiny", "cuda", "equal"):
             if names and product.name not in names:
                 continue
-            for tile in {dataclasses.replace(tile, group=1) for tile in product.candidates()}:
+            for tile in {tile._replace(group=1) for tile in product.candidates()}:
                 count += 1
                 if count % of == index:
                     try:

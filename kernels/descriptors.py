@@ -1,4 +1,4 @@
-"""Tensor-map (TMA) descriptors of the ragged operands, built on the host for one launch.
+"""Tensor maps (TMA) of the ragged operands, as `launch` takes them: built on the host for one launch.
 
 Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts. `specialised` maps are for the kernels
 of `hopper_products`.
@@ -12,12 +12,13 @@ from `row = size` on. The idea is `ragged_tma` of OpenAI's triton_kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import TensorMap
 from torch import Tensor
 
 # In elements: _WRAP * _WRAP_STRIDE = 2^64. Strides stay under 2^40 bytes, coordinates under 2^31
@@ -40,65 +41,63 @@ def supported(*tensors: Tensor) -> bool:
     return True
 
 
-@functools.cache
-def _maker(specialised: bool) -> Callable[..., Any]:
-    if specialised:
-        from foundry_moe_kernels import hopper_products  # needs Triton 3.6
-
-        return hopper_products.descriptor
+def _plain(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
 
-    return TensorDescriptor
+    return TensorDescriptor(base, list(shape), list(strides), list(block))
 
 
-def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
+def _specialised(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
+    from foundry_moe_kernels import hopper_products  # needs Triton 3.6
+
+    return hopper_products.descriptor(base, shape, strides, block)
+
+
+def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, specialised: bool = False) -> TensorMap:
     """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns], see `ragged_index`."""
     planes, rows_, columns = a_PRC.shape
     assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
-    stride = a_PRC.stride(1)
-    return _maker(specialised)(
+    plane, stride, _ = a_PRC.stride()
+    return (
+        _specialised if specialised else _plain,
         a_PRC,
-        [planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns],
-        [a_PRC.stride(0), _WRAP_STRIDE - stride, stride, stride, 1],
-        [1, 1, 1, block_rows, block_columns],
+        (planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns),
+        (plane, _WRAP_STRIDE - stride, stride, stride, 1),
+        (1, 1, 1, block_rows, block_columns),
     )
 
 
-def plane_stride(weights: tuple[Tensor, ...]) -> int | None:
-    """Elements from the lower to the upper of two equal matrices in memory; None where no tensor map can span them."""
-    if len(weights) == 1:
-        return weights[0].numel()
-    distance = abs(weights[1].data_ptr() - weights[0].data_ptr())
-    if distance == 0 or distance % _ALIGN_BYTES or distance >= _MAX_STRIDE_BYTES:
-        return None
-    return distance // weights[0].element_size()
-
-
-def planes_swapped(weights: tuple[Tensor, ...]) -> bool:
-    """Whether the second plane lies below the first in memory."""
-    return len(weights) == 2 and weights[1].data_ptr() < weights[0].data_ptr()
-
-
-def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int], *, specialised: bool = False) -> Any:
+def weight_planes(
+    weights: tuple[Tensor, ...], box: tuple[int, int, int], specialised: bool = False
+) -> tuple[TensorMap, bool] | None:
     """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
 
-    The two need not share an allocation: the distance between them is the plane stride. Where `planes_swapped`, plane
-    0 is the second weight.
+    The two need not share an allocation: the distance between them is the plane stride.
+
+    Returns:
+        the map, and whether the second weight lies below the first in memory: it is plane 0 then. None where no tensor
+        map can span the two.
     """
-    stride = plane_stride(weights)
-    assert stride is not None
-    base = weights[1] if planes_swapped(weights) else weights[0]
-    return _maker(specialised)(
-        base,
-        [len(weights), *base.shape],
-        [stride, *base.stride()],
-        [box[0], 1, box[1], box[2]],
-    )
+    base, *others = weights
+    strides, swapped = base.stride(), False
+    stride = base.shape[0] * strides[0]
+    for other in others:
+        assert other.stride() == strides
+        distance = other.data_ptr() - base.data_ptr()
+        if distance < 0:
+            base, distance, swapped = other, -distance, True
+        if distance == 0 or distance % _ALIGN_BYTES or distance >= _MAX_STRIDE_BYTES:
+            return None
+        stride = distance // base.dtype.itemsize
+    planes, height, width = box
+    shape = (2 if others else 1, *base.shape)
+    make = _specialised if specialised else _plain
+    return (make, base, shape, (stride, *strides), (planes, 1, height, width)), swapped
 
 
-def boxes(tensor: Tensor, block: list[int], *, specialised: bool = False) -> Any:
+def boxes(tensor: Tensor, block: tuple[int, ...], specialised: bool = False) -> TensorMap:
     """A tensor as it lies in memory."""
-    return _maker(specialised)(tensor, list(tensor.shape), list(tensor.stride()), block)
+    return _specialised if specialised else _plain, tensor, tuple(tensor.shape), tensor.stride(), block
 
 
 @triton.jit

@@ -7,10 +7,8 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, P pla
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from foundry_moe_kernels import descriptors, tuning
@@ -32,8 +30,7 @@ GATHER_UP_TO = 1024
 _GATHER_WIDTHS = range(256, 4097, 256)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaggedRows:
+class RaggedRows(NamedTuple):
     """Rows of every expert and the block rows that cover them. Built by `ragged_rows`.
 
     blocks: for BLOCK and TALL rows, entries_M4 and int32 [3]: the number of block rows and two counters of tiles, so
@@ -46,8 +43,7 @@ class RaggedRows:
     num_rows: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Rows [R, D] that are not copied: row r is token source_R[r] // choices.
 
     source_R: int32; -1 for rows past the experts' end.
@@ -57,21 +53,8 @@ class Tokens:
     source_R: Tensor
     choices: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.source_R.shape[0], self.x_TD.shape[1]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x_TD.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x_TD.device
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
+class LowRank(NamedTuple):
     """A product of rows [R, L] with an expert's matrix of few inputs, which is added to another product.
 
     b: [P, E, N, L] for a transposed product, with one plane for each of a GLU, else [1, E, L, N].
@@ -93,7 +76,8 @@ def gathers(x_TD: Tensor, hidden: int) -> bool:
 
 def copies(tokens: Tokens) -> bool:
     """Whether a product can copy these tokens meanwhile: Triton needs boxes, here a whole row, of powers of two."""
-    return next_power_of_2(tokens.shape[1]) == tokens.shape[1]
+    width = tokens.x_TD.shape[1]
+    return next_power_of_2(width) == width
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
@@ -101,7 +85,7 @@ def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) 
     if packed is None:
         packed = pack_rows(offsets_E, num_rows)
     short, tall, order_E = split_rows(packed, num_rows, offsets_E.shape[0])
-    return RaggedRows(offsets_E=offsets_E, blocks={BLOCK: short, TALL: tall}, order_E=order_E, num_rows=num_rows)
+    return RaggedRows(offsets_E, {BLOCK: short, TALL: tall}, order_E, num_rows)
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -113,14 +97,10 @@ def supported(*tensors: Tensor) -> bool:
     )
 
 
-def _programs(device: torch.device, tiles: int) -> int:
-    return max(min(tuning.num_multiprocessors(device), tiles), 1)
-
-
 @functools.cache
 def _tall(tile: Tile) -> Tile:
     """The tile with TALL rows, and so with what fits beside them."""
-    return dataclasses.replace(tile, bm=TALL, bn=256, bk=64, stages=3, split=max(tile.split, 2))
+    return tile._replace(bm=TALL, bn=256, bk=64, stages=3, split=max(tile.split, 2))
 
 
 def _pick(product: str, rows: RaggedRows, n: int, k: int) -> Tile:
@@ -141,7 +121,89 @@ def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile
         return _tall(tile)
     if tile.specialised and not special:
         return Tile(bn=tile.bn, group=tile.group, split=4)
-    return tile if tile.bm == BLOCK else dataclasses.replace(tile, bm=BLOCK)
+    return tile if tile.bm == BLOCK else tile._replace(bm=BLOCK)
+
+
+class _RowsLaunch(NamedTuple):
+    """What a product of rows is launched with whatever its rows are: boxes of its maps, numbers of tiles, constants."""
+
+    specialised: bool
+    height: int
+    a_box: tuple[int, ...]
+    b_box: tuple[int, int, int]
+    out_box: tuple[int, int]
+    low_a_box: tuple[int, ...]
+    low_b_box: tuple[int, ...]
+    column_tiles: int
+    k_tiles: int
+    low_tiles: int
+    group: int
+    most_programs: int
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)  # a layer has six products; their rows are no argument
+def _rows_launch(
+    tile: Tile, device: torch.device, n: int, k: int, planes: int, activation: str | None, transposed: bool,
+    gathered: bool, choices: int, copied: int, low_columns: int,
+) -> _RowsLaunch:  # fmt: skip
+    """Args: those of `_rows_product` in numbers. activation: None without a GLU. choices: of tokens, 0 without any.
+    copied: the width of rows that are copied meanwhile, or 0. low_columns: L, or 0.
+    """
+    glu = activation is not None
+    tile = _runnable(tile, device, tokens=choices > 0)
+    special = tile.specialised
+    if copied:
+        from foundry_moe_kernels import hopper_products
+
+        tile = hopper_products.copying(tile)
+    side_by_side = 2 if glu else 1
+    columns = tile.bn // side_by_side
+    height = tuning.HEIGHT if special else BLOCK
+    consumers = tile.bm // tuning.HEIGHT
+    if special and consumers == 3:  # each side of a tile has a box of its own
+        box = (1, tile.bn // 2, tile.bk) if transposed else (1, tile.bk, tile.bn // 2)
+    else:
+        box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
+    split = tile.split  # parts that a tile is stored in
+    if glu:
+        split = max(split, 2) if special else 2
+    depth = min(low_columns, tile.bk) if special else tile.bk
+    constants = {
+        "LOW": low_columns > 0, "PLANES": planes, "ACT": activation or "identity", "TRANS_B": transposed,
+        "BN": tile.bn, "BK": tile.bk,
+    }  # fmt: skip
+    most = tuning.num_multiprocessors(device)
+    if special:
+        from foundry_moe_kernels import hopper_products
+
+        constants |= {
+            "CHOICES": choices, "GATHERED": gathered, "SLOTS": hopper_products.copy_slots(copied) if copied else 0,
+            "GATED": glu, "CONSUMERS": consumers, "STAGES": tile.stages, "SPLIT": split,
+            "BUFFERS": 1 if copied else hopper_products.buffers(tile, split),
+            "LAST": tile.bn if glu else hopper_products.last_columns(n, tile.bn),
+            "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
+        }  # fmt: skip
+    else:
+        constants |= {
+            "GLU": glu, "BM": tile.bm, "SPLIT": tile.split, "GROUP": tile.group, "num_warps": WARPS,
+            "num_stages": tile.stages,
+        }  # fmt: skip
+    return _RowsLaunch(
+        specialised=special,
+        height=tile.bm,
+        a_box=(1, height, tile.bk),
+        b_box=box,
+        out_box=(height, tile.bn // split),
+        low_a_box=(1, height, depth),
+        low_b_box=(box[0], 1, box[1], depth) if transposed else (1, 1, depth, box[2]),
+        column_tiles=cdiv(n, columns),
+        k_tiles=cdiv(k, tile.bk),
+        low_tiles=cdiv(low_columns, depth) if low_columns else 0,
+        group=tile.group,
+        most_programs=most,
+        constants=constants,
+    )
 
 
 def _rows_product(
@@ -162,86 +224,58 @@ def _rows_product(
 
     `low` is added to c.
     """
-    shape = (rows.offsets_E.shape[0], *((n, a_PRK.shape[-1]) if transposed else (a_PRK.shape[-1], n)))
-    assert a_PRK.shape[-2] == rows.num_rows
-    for weight in weights:
-        assert weight.shape == shape and weight.stride() == weights[0].stride() and weight.dtype == a_PRK.dtype
-    if descriptors.plane_stride(weights) is None:  # too far apart for one tensor map
-        weights = tuple(torch.stack(weights))
-    glu = h_RN is not None
     gathered = isinstance(a_PRK, Tokens)
-    tokens = a_PRK if isinstance(a_PRK, Tokens) else beside[0] if beside else None
-    tile = _runnable(tile, a_PRK.device, tokens=tokens is not None)
-    special = tile.specialised
-    if beside is not None:
-        from foundry_moe_kernels import hopper_products
-
-        tile = hopper_products.copying(tile)
-    side_by_side = 2 if glu else 1
-    columns = tile.bn // side_by_side
-    column_tiles = cdiv(n, columns)
-    height = tuning.HEIGHT if special else BLOCK
-    consumers = tile.bm // tuning.HEIGHT
-    if special and consumers == 3:  # each side of a tile has a box of its own
-        box = (1, tile.bn // 2, tile.bk) if transposed else (1, tile.bk, tile.bn // 2)
+    tokens: Tokens | None
+    if isinstance(a_PRK, Tokens):
+        tokens, num_rows = a_PRK, a_PRK.source_R.shape[0]
+        a = a_PRK.x_TD[None]  # the map only defines the layout of a stage
     else:
-        box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
-    # for tokens, the map only defines the layout of a stage
-    a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
-    # loads may run on into the next expert's rows
-    a_desc = descriptors.boxes(a, [1, height, tile.bk], specialised=special)
-    b_desc = descriptors.weight_planes(weights, box, specialised=special)
-    split = tile.split  # parts that a tile is stored in
-    if glu:
-        split = max(split, 2) if special else 2
-    part = tile.bn // split
-
-    def out(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], height, part, specialised=special)
-
-    k_tiles = cdiv(a_PRK.shape[-1], tile.bk)
-    swapped = int(descriptors.planes_swapped(weights))
-    low_a_desc = low_b_desc = None
-    low_tiles = 0
-    if low is not None:
-        b = low.b.flip(0) if glu and swapped and box[0] == 2 else low.b  # planes side by side as those of the weights
-        columns_L = low.a_RL.shape[1]
-        depth = min(columns_L, tile.bk) if special else tile.bk
-        low_box = [box[0], 1, box[1], depth] if transposed else [1, 1, depth, box[2]]
-        low_a_desc = descriptors.boxes(low.a_RL[None], [1, height, depth], specialised=special)
-        low_b_desc = descriptors.boxes(b, low_box, specialised=special)
-        low_tiles = cdiv(columns_L, depth)
-    entries_M4, count = rows.blocks[tile.bm]
-    programs = _programs(a_PRK.device, entries_M4.shape[0] * column_tiles)
+        tokens, num_rows = beside[0] if beside else None, a_PRK.shape[1]
+        a = a_PRK  # loads may run on into the next expert's rows
+    planes, _, k = a.shape
+    shape = (rows.offsets_E.shape[0], *((n, k) if transposed else (k, n)))
+    assert num_rows == rows.num_rows
+    for weight in weights:
+        assert weight.shape == shape and weight.dtype == a.dtype
+    found = _rows_launch(
+        tile, a.device, n, k, planes, None if h_RN is None else activation, transposed, gathered,
+        tokens.choices if tokens else 0, beside[1].shape[1] if beside else 0, low.a_RL.shape[1] if low else 0,
+    )  # fmt: skip
+    special = found.specialised
+    spanned = descriptors.weight_planes(weights, found.b_box, special)
+    if spanned is None:  # too far apart for one tensor map
+        spanned = descriptors.weight_planes(tuple(torch.stack(weights)), found.b_box, special)
+        assert spanned is not None
+    b_map, swapped = spanned
+    low_a_map = low_b_map = None
+    if low is not None:  # planes side by side as those of the weights
+        b = low.b.flip(0) if h_RN is not None and swapped and found.b_box[0] == 2 else low.b
+        low_a_map = descriptors.boxes(low.a_RL[None], found.low_a_box, special)
+        low_b_map = descriptors.boxes(b, found.low_b_box, special)
+    height, part = found.out_box
+    c_map = descriptors.ragged_rows(c_PRN if c_PRN.ndim == 3 else c_PRN[None], height, part, special)
+    h_map = None if h_RN is None else descriptors.ragged_rows(h_RN[None], height, part, special)
+    a_map = descriptors.boxes(a, found.a_box, special)
+    entries_M4, count = rows.blocks[found.height]
+    tiles = entries_M4.shape[0] * found.column_tiles
+    programs = found.most_programs if found.most_programs < tiles else tiles or 1
     if special:
         from foundry_moe_kernels import hopper_products
 
         launch(
             hopper_products.rows_kernel, (programs,),
-            a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN),
-            hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
-            hopper_products.row_descriptor(beside[1]) if beside else None, entries_M4, count,
+            a_map, b_map, low_a_map, low_b_map, c_map, h_map,
+            hopper_products.row_map(beside[0].x_TD) if beside else None,
+            hopper_products.row_map(beside[1]) if beside else None, entries_M4, count,
             tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
-            rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, rows.num_rows,
-            column_tiles, k_tiles, swapped, tile.group, low_tiles,
-            CHOICES=tokens.choices if tokens else 0, GATHERED=gathered,
-            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0, LOW=low is not None,
-            PLANES=a.shape[0], GATED=glu, ACT=activation, TRANS_B=transposed, CONSUMERS=consumers,
-            BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=split,
-            BUFFERS=1 if beside else hopper_products.buffers(tile, split),
-            LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn), num_warps=hopper_products.WARPS,
-            maxnreg=hopper_products.REGISTERS[tile.bm],
+            rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, num_rows,
+            found.column_tiles, found.k_tiles, int(swapped), found.group, found.low_tiles, **found.constants,
         )  # fmt: skip
         return
     launch(
         ragged_rows_kernel, (programs,),
-        a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN), entries_M4, count, column_tiles,
-        k_tiles, swapped, low_tiles,
-        LOW=low is not None, PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn,
-        BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, num_warps=WARPS,
-        num_stages=tile.stages,
+        a_map, b_map, low_a_map, low_b_map, c_map, h_map, entries_M4, count, found.column_tiles, found.k_tiles,
+        int(swapped), found.low_tiles, PROGRAMS=programs, **found.constants,
     )  # fmt: skip
 
 
@@ -272,10 +306,13 @@ def rows_product(
         low: added to c.
     """
     weights, transposed = row_major(weights, transposed)
-    n = weights[0].shape[1 if transposed else 2]
-    product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{2 if len(weights) == 2 else ''}"
-    c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
-    tile = tile or _pick(product, rows, n, a_PRK.shape[-1])
+    _, n, k = weights[0].shape
+    if not transposed:
+        n, k = k, n
+    c_RN = weights[0].new_empty(rows.num_rows, n)
+    if tile is None:
+        product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{'2' if weights[1:] else ''}"
+        tile = _pick(product, rows, n, k)
     _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low)
     return c_RN
 
@@ -298,14 +335,15 @@ def up(
         low: added to z.
     """
     _, n, k = weights[0].shape
-    tile = tile or _pick(f"up{len(weights)}", rows, n, k)
+    planes = 2 if weights[1:] else 1
+    tile = tile or _pick("up2" if planes == 2 else "up1", rows, n, k)
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
-    z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    if len(weights) == 1:
+    z_PRF = weights[0].new_empty(planes, rows.num_rows, n)
+    if planes == 1:
         weights, transposed = row_major(weights, True)
         _rows_product(a, weights, rows, n, transposed=transposed, tile=tile, c_PRN=z_PRF, low=low)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
-    h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
+    h_RF = weights[0].new_empty(rows.num_rows, n)
     _rows_product(
         a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation, low=low
     )
@@ -338,7 +376,7 @@ def down_backward_(
         [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape
-    h_RF = torch.empty(z_PRF.shape[1], n, dtype=z_PRF.dtype, device=z_PRF.device)  # first dh, then h in its place
+    h_RF = z_PRF.new_empty(z_PRF.shape[1], n)  # first dh, then h in its place
     weights, transposed = row_major((w2_EDF,), False)
     tile = tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k)
     _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
@@ -353,41 +391,82 @@ def weight_gradient(
 
     `out` may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
     """
-    planes, _, m = a_PRM.shape
+    planes, num_rows, m = a_PRM.shape
     n = b_RN.shape[1]
-    assert a_PRM.shape[1] == b_RN.shape[0] == rows.num_rows and a_PRM.dtype == b_RN.dtype
+    assert num_rows == b_RN.shape[0] == rows.num_rows and a_PRM.dtype == b_RN.dtype
     experts = rows.offsets_E.shape[0]
     if out is None:
-        out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
-    tile = _runnable(tile or _pick("inner", rows, n, m), a_PRM.device)
-    special = tile.specialised
-    if out.element_size() == 4:  # parts of as many bytes
-        tile = dataclasses.replace(tile, split=min(2 * tile.split, 4))
-    m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
-    programs = _programs(a_PRM.device, experts * planes * m_tiles * n_tiles)
-    consumers = tile.bm // tuning.HEIGHT
-    height, side = (tuning.HEIGHT, tile.bn // (consumers - 1)) if special else (tile.bm, tile.bn)
-    a_desc = descriptors.ragged_rows(a_PRM, tile.bk, height, specialised=special)
-    b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, side, specialised=special)
-    part = tile.bn // tile.split
+        out = a_PRM.new_empty(planes, experts, m, n)
+    tile = tile or _pick("inner", rows, n, m)
+    found = _inner_launch(tile, a_PRM.device, m, n, planes * experts, out.dtype.itemsize)
+    special = found.specialised
+    a_map = descriptors.ragged_rows(a_PRM, *found.a_box, special)
+    b_map = descriptors.ragged_rows(b_RN[None], *found.b_box, special)
     if special:
-        from foundry_moe_kernels import hopper_inner, hopper_products
+        from foundry_moe_kernels import hopper_inner
 
         launch(
-            hopper_inner.inner_kernel, (programs,),
-            a_desc, b_desc, descriptors.boxes(out[None], [1, 1, 1, height, part], specialised=True),
-            rows.offsets_E, rows.order_E, experts, planes, m_tiles, n_tiles, tile.group, m,
-            CONSUMERS=consumers, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=tile.split,
-            BUFFERS=hopper_products.buffers(tile, tile.split, out.element_size()),
-            LAST=hopper_products.last_columns(n, tile.bn),
-            num_warps=hopper_products.WARPS, maxnreg=hopper_products.REGISTERS[tile.bm],
+            hopper_inner.inner_kernel, (found.programs,),
+            a_map, b_map, descriptors.boxes(out[None], (1, *found.out_box), special),
+            rows.offsets_E, rows.order_E, experts, planes, found.m_tiles, found.n_tiles, found.group, m,
+            **found.constants,
         )  # fmt: skip
         return out
     launch(
-        ragged_inner_kernel, (programs,),
-        a_desc, b_desc, descriptors.boxes(out, [1, 1, tile.bm, part]), rows.offsets_E, rows.order_E, experts, planes,
-        m_tiles, n_tiles,
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs,
-        num_warps=WARPS, num_stages=tile.stages,
+        ragged_inner_kernel, (found.programs,),
+        a_map, b_map, descriptors.boxes(out, found.out_box, special), rows.offsets_E, rows.order_E, experts, planes,
+        found.m_tiles, found.n_tiles, **found.constants,
     )  # fmt: skip
     return out
+
+
+class _InnerLaunch(NamedTuple):
+    """`_RowsLaunch` of a weight gradient."""
+
+    specialised: bool
+    a_box: tuple[int, int]
+    b_box: tuple[int, int]
+    out_box: tuple[int, int, int, int]
+    m_tiles: int
+    n_tiles: int
+    group: int
+    programs: int
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def _inner_launch(tile: Tile, device: torch.device, m: int, n: int, matrices: int, itemsize: int) -> _InnerLaunch:
+    """Args: matrices: P E. itemsize: of the result."""
+    tile = _runnable(tile, device)
+    special = tile.specialised
+    if itemsize == 4:  # parts of as many bytes
+        tile = tile._replace(split=min(2 * tile.split, 4))
+    m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
+    consumers = tile.bm // tuning.HEIGHT
+    height, side = (tuning.HEIGHT, tile.bn // (consumers - 1)) if special else (tile.bm, tile.bn)
+    programs = max(min(tuning.num_multiprocessors(device), matrices * m_tiles * n_tiles), 1)
+    constants = {"BN": tile.bn, "BK": tile.bk, "SPLIT": tile.split}
+    if special:
+        from foundry_moe_kernels import hopper_products
+
+        constants |= {
+            "CONSUMERS": consumers, "STAGES": tile.stages,
+            "BUFFERS": hopper_products.buffers(tile, tile.split, itemsize),
+            "LAST": hopper_products.last_columns(n, tile.bn),
+            "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
+        }  # fmt: skip
+    else:
+        constants |= {
+            "BM": tile.bm, "GROUP": tile.group, "PROGRAMS": programs, "num_warps": WARPS, "num_stages": tile.stages,
+        }  # fmt: skip
+    return _InnerLaunch(
+        specialised=special,
+        a_box=(tile.bk, height),
+        b_box=(tile.bk, side),
+        out_box=(1, 1, height, tile.bn // tile.split),
+        m_tiles=m_tiles,
+        n_tiles=n_tiles,
+        group=tile.group,
+        programs=programs,
+        constants=constants,
+    )

@@ -19,8 +19,7 @@ Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the t
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 from foundry_moe_kernels.hopper_tiles import (
@@ -37,6 +36,7 @@ from foundry_moe_kernels.hopper_tiles import (
     store_buffers,
     store_gated,
 )
+from foundry_moe_kernels.launch import TensorMap
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 from triton.experimental import gluon
@@ -363,28 +363,32 @@ def copying(tile: Tile) -> Tile:
     """The tile with room for a copier."""
     part_bytes = 2 * tile.bm * tile.bn // 2
     stages = (SHARED_BYTES - _COPY_BYTES - part_bytes) // (2 * (tile.bm + tile.bn) * tile.bk)
-    return dataclasses.replace(tile, stages=min(tile.stages, stages), split=max(tile.split, 2))
+    return tile._replace(stages=min(tile.stages, stages), split=max(tile.split, 2))
 
 
-def row_descriptor(a_RD: Tensor) -> Any:
+def row_map(a_RD: Tensor) -> TensorMap:
     """A tensor map whose box is a row, of a multiple of COPY_COLUMNS."""
     rows, width = a_RD.shape
     boxes = width // COPY_COLUMNS
-    block = [1, boxes, COPY_COLUMNS]
-    return TensorDescriptor(a_RD, [rows, *block[1:]], [a_RD.stride(0), COPY_COLUMNS, 1], block, _ROW_LAYOUT)
+    return (
+        _row_descriptor,
+        a_RD,
+        (rows, boxes, COPY_COLUMNS),
+        (a_RD.stride(0), COPY_COLUMNS, 1),
+        (1, boxes, COPY_COLUMNS),
+    )
 
 
-_ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
+def _row_descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
+    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], itemsize: int) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if itemsize == 2 else gl.float32)
-
-
-def descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A tensor map for these kernels: it has the layout of a box in shared memory."""
-    made = object.__new__(TensorDescriptor)  # its constructor checks what `supported` has, for some 5 us
-    layout = _layout(tuple(block), base.element_size())
-    vars(made).update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout, padding="zero")
+def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
+    """Triton's record of a tensor map for these kernels: it has the layout of a box in shared memory."""
+    made = object.__new__(TensorDescriptor)  # without its constructor, which checks what `supported` has
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if base.element_size() == 2 else gl.float32)
+    vars(made).update(
+        base=base, shape=list(shape), strides=list(strides), block_shape=list(block), layout=layout, padding="zero"
+    )
     return made

@@ -9,6 +9,7 @@ distinguishes arguments at least as finely as Triton 3.6 does. Other versions, t
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ _DIRECT = (
 )
 if _DIRECT:
     from triton import knobs
-_known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+_known: dict[tuple[Any, ...], _Compiled] = {}
 
 
 # Triton's own functions look for constants to unwrap first: 0.4 ms of a layer's step under cProfile, 41 calls
@@ -59,48 +61,88 @@ def load_multiple(pointer, ALIGN: tl.constexpr):
     return tl.multiple_of(number, ALIGN)
 
 
-def _key(kernel: Any, device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a descriptor's box.
+# A tensor map that is not built yet: what builds Triton's descriptor from the rest; base, shape, strides and box
+TensorMap = tuple[Callable[..., Any], Tensor, Sequence[int], Sequence[int], tuple[int, ...]]
 
-    One flat tuple, which takes half the time of one with a tuple for each argument. The first entry of an argument
-    gives its length, so that different arguments have different keys.
+
+class _Compiled:
+    """A compiled kernel, and what its C function needs beside stream, grid and arguments.
+
+    Triton's own way there takes a call for each argument where one of them is a descriptor.
     """
-    entries = [id(kernel), device, len(constants), *constants, *constants.values()]
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            entries += argument.dtype, argument.data_ptr() % 16 == 0
-        elif type(argument) is int:
-            entries += argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-        elif argument is None or type(argument) is float:
-            entries.append(type(argument))
-        else:
-            entries += type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding
-    return tuple(entries)
+
+    def __init__(self, kernel: Any, compiled: Any, arguments: int, constants: dict[str, Any]) -> None:
+        names = kernel.arg_names[arguments:]
+        run = compiled.run
+        inner, kept = run.launch, {}
+        if cells := getattr(inner, "__closure__", None):  # it builds tensor maps; else this is the C function itself
+            kept = dict(zip(inner.__code__.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+        maps = kept.get("tensordesc_meta") or ()
+        self.usable = (
+            all(name in constants for name in names)
+            and not run.global_scratch_size
+            and not run.profile_scratch_size
+            and all(meta and not meta["fp4_padded"] for meta in maps)
+        )
+        self.launch = kept.get("launcher", inner)
+        scratch = hooks = (None, None)
+        self.head = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, None,
+            *hooks,
+        )  # fmt: skip
+        self.constants = tuple(constants[name] for name in names) if self.usable else ()
+        self.maps = [
+            (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
+            for meta in (maps if self.usable else ())
+        ]
+        self.encode = triton.runtime.driver.active.utils.fill_tma_descriptor if self.maps else lambda *_: None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """`kernel[grid](*arguments, **constants)`.
 
     Args:
-        arguments: all except constants, in the kernel's order: tensors, numbers, None, tensor descriptors. A
-            descriptor's layout must follow from its dtype and box.
+        arguments: all except constants, in the kernel's order: tensors, numbers, None, tensor maps. A map's layout
+            must follow from its dtype and box.
         constants: the kernel's constants and options of the launch.
     """
     if not _DIRECT or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*[a[0](*a[1:]) if type(a) is tuple else a for a in arguments], **constants)
         return
-    device = torch.cuda.current_device()
-    key = _key(kernel, device, arguments, constants)
+    device = torch._C._cuda_getDevice()  # of a process that has tensors on it, so that CUDA is initialised
+    # The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a map's box. One flat
+    # list without calls, which takes half the time of one with a tuple for each argument. The first entry of an
+    # argument gives its length, and None ends the constants' names, so that different arguments have different keys.
+    entries = [id(kernel), device, *constants, None, *constants.values()]
+    for argument in arguments:
+        kind = type(argument)
+        if kind is int:
+            entries += argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+        elif argument is None or kind is float:
+            entries += (kind,)
+        elif kind is tuple:
+            entries += kind, argument[1].dtype, argument[4]
+        else:
+            entries += argument.dtype, argument.data_ptr() % 16 == 0
+    key = tuple(entries)
     found = _known.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **constants)
-        names = kernel.arg_names[len(arguments) :]
-        if hasattr(compiled, "function") and all(name in constants for name in names):
-            _known[key] = compiled, tuple(constants[name] for name in names)
+        compiled = kernel[grid](*[a[0](*a[1:]) if type(a) is tuple else a for a in arguments], **constants)
+        if hasattr(compiled, "function"):
+            made = _Compiled(kernel, compiled, len(arguments), constants)
+            if made.usable:
+                _known[key] = made
         return
-    compiled, values = found
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(
-        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *values
-    )  # fmt: skip
+    given = list(arguments)
+    if found.maps:
+        given, number = [], 0
+        for argument in arguments:
+            if type(argument) is tuple:
+                _, base, shape, strides, _ = argument
+                given += found.encode(base.data_ptr(), *found.maps[number], shape, strides, 0), *shape, *strides
+                number += 1
+            else:
+                given += (argument,)
+    found.launch(x, y, z, stream, *found.head, *given, *found.constants)

@@ -12,8 +12,8 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ MOST_ROWS = 2**17  # rows of one expert in the loads that are compiled ahead
 _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the last one counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tile:
+class Tile(NamedTuple):
     """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
 
     `specialised` tiles run in `hopper_products` and have 128 or 192 rows, as all tiles of the table.
@@ -67,12 +66,17 @@ def tile_of(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
     Near is the sum of the distances of the logarithms. For four models that the table lacks, tiles timed on their own
     operands gave layers 0.975 to 1.001 times as fast (H200).
     """
-    sizes = _sizes(shape_class(product, rows_per_expert=rows_per_expert, n=n, k=k))
+    return _nearest(shape_class(product, rows_per_expert=rows_per_expert, n=n, k=k))
+
+
+@functools.cache  # with expert parallelism the number of rows is new at every launch, its class is not
+def _nearest(wanted: str) -> Tile:
+    sizes = _sizes(wanted)
 
     def distance(key: str) -> float:
         return sum(abs(a - b) for a, b in zip(_sizes(key), sizes, strict=True))
 
-    keys = [key for key in _table() if key.split()[0] == product]
+    keys = [key for key in _table() if key.split()[0] == wanted.split()[0]]
     return Tile(specialised=True, **_table()[min(keys, key=distance)]) if keys else Tile()
 
 
@@ -99,7 +103,7 @@ def is_pretended() -> bool:
 
 def per_expert(rows: int, experts: int) -> int:
     """Rows of an expert on average."""
-    return _pretended[-1][0] if _pretended else rows // max(experts, 1)
+    return _pretended[-1][0] if _pretended else rows // (experts or 1)
 
 
 def all_rows(rows: int) -> int:

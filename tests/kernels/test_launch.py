@@ -4,8 +4,9 @@ import types
 
 import pytest
 import torch
+import triton
+from foundry_moe_kernels import descriptors, permute, permute_plan
 from foundry_moe_kernels import launch as module
-from foundry_moe_kernels import permute, permute_plan
 
 from tests.helpers import kernel_twins as reference
 
@@ -23,7 +24,11 @@ class Kernel:
     def __getitem__(self, grid):
         def run(*args, **constants):
             self.slow.append((grid, args, constants))
-            return types.SimpleNamespace(function="f", packed_metadata="m", run=lambda *a: self.fast.append(a))
+            launcher = types.SimpleNamespace(
+                launch=lambda *a: self.fast.append(a), global_scratch_size=0, profile_scratch_size=0,
+                launch_cooperative_grid="c", launch_pdl="p",
+            )  # fmt: skip
+            return types.SimpleNamespace(function="f", packed_metadata="m", run=launcher)
 
         return run
 
@@ -35,7 +40,7 @@ def direct(monkeypatch):
     hooks = types.SimpleNamespace(runtime=types.SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none))
     monkeypatch.setattr(module, "knobs", hooks, raising=False)
     monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return hooks
 
@@ -46,7 +51,52 @@ def test_the_second_launch_of_a_kind_is_direct_and_has_every_argument(direct):
     for n in (32, 48):  # one kind: divisible by 16
         module.launch(kernel, (7, 2), x, n, B=5, A=4, num_warps=8)
     assert kernel.slow == [((7, 2), (x, 32), {"B": 5, "A": 4, "num_warps": 8})]
-    assert kernel.fast == [(7, 2, 1, "stream", "f", "m", None, None, None, x, 48, 4, 5)]
+    assert kernel.fast == [(7, 2, 1, "stream", "f", "c", "p", None, None, "m", None, None, None, x, 48, 4, 5)]
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="other versions launch by Triton's own way")
+def test_a_direct_launch_gives_tensor_maps_as_triton_gives_them(direct, monkeypatch):
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    got = []
+    utils = types.SimpleNamespace(
+        fill_tma_descriptor=lambda *a: ("map", *(list(i) if type(i) is tuple else i for i in a))
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(utils=utils))
+    monkeypatch.setattr(module, "TMA_DTYPE_DEVICE_TO_HOST", driver.TMA_DTYPE_DEVICE_TO_HOST, raising=False)
+    metas = [
+        {"swizzle": 3, "elem_size": 2, "elem_type": kind, "block_size": [rows, 64], "fp4_padded": False}
+        for kind, rows in ((8, 64), (10, 128))
+    ]
+    launcher = object.__new__(driver.CudaLauncher)
+    signature = {0: "tensordesc<bf16[64,64]>", 1: "i32", 2: "tensordesc<bf16[128,64]>", 3: "constexpr"}
+    launcher.launch = driver.wrap_handle_tensordesc(lambda *a: got.append(a), signature, metas)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+
+    class Kernel:
+        arg_names = ("a", "n", "b", "C")
+
+        def __getitem__(self, grid):
+            def run(*args, **constants):
+                launcher(*grid, 1, "stream", "f", "m", None, None, None, *args, constants["C"])
+                return types.SimpleNamespace(function="f", packed_metadata="m", run=launcher)
+
+            return run
+
+    x, kernel = torch.zeros(256, 512, dtype=torch.bfloat16), Kernel()
+    for _ in range(2):
+        module.launch(
+            kernel,
+            (7, 2),
+            descriptors.boxes(x, (64, 64)),
+            48,
+            descriptors.boxes(x[:, ::1], (128, 64)),
+            C=5,
+            num_warps=4,
+        )
+    triton_way, direct_way = got
+    assert triton_way == direct_way and len(direct_way) == 13 + 2 * 5 + 2 and module._known
 
 
 def test_arguments_that_triton_compiles_for_are_kinds_of_their_own(direct):

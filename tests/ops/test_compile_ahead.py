@@ -32,7 +32,9 @@ def test_a_pretended_load_decides_the_tile():
 def test_a_shape_takes_the_tile_of_the_nearest_class_of_its_product(monkeypatch):
     table = {"up2 9 10 11": {"group": 1}, "up2 12 10 11": {"group": 2}, "nt 5 5 5": {"group": 3}}
     monkeypatch.setattr(tuning, "_table", lambda: table)
-    tuning.tile_of.cache_clear()
+    caches = tuning.tile_of, tuning._nearest
+    for cache in caches:
+        cache.cache_clear()
     try:
         assert tuning.tile_of("up2", 512, 1024, 2048).group == 1
         assert tuning.tile_of("up2", 1, 1024, 2048).group == 1
@@ -40,7 +42,8 @@ def test_a_shape_takes_the_tile_of_the_nearest_class_of_its_product(monkeypatch)
         assert tuning.tile_of("nt", 512, 1024, 2048).group == 3
         assert tuning.tile_of("nn", 512, 1024, 2048) == tuning.Tile()
     finally:
-        tuning.tile_of.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
