@@ -1,4 +1,4 @@
-"""Host time of a layer's step without waiting for the device, beside a dense FFN's, and where it is spent.
+"""Host time and calls of a layer's step without waiting for the device, beside a dense FFN's, and where it is spent.
 
 python benchmarks/host_time.py [OLMoE ...]
 """
@@ -20,6 +20,7 @@ from timing import header
 
 TOKENS = 256  # few enough for the device to be done before the host
 REPEATS = 15
+PROFILED = 20  # steps
 
 
 def ways_of(case: str) -> list[layer.Way]:
@@ -49,17 +50,20 @@ def main() -> None:
     print(header())
     for case in sys.argv[1:] or ["OLMoE", "Qwen3"]:
         ways = ways_of(case)
+        medians = []
         for way in ways:
             times = host_ms(way)
-            print(
-                f"{case} {way.name}: {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f})", flush=True
-            )
+            medians.append(statistics.median(times))
+            print(f"{case} {way.name}: {medians[-1]:.2f} ms ({times[0]:.2f} to {times[-1]:.2f})", flush=True)
         profiler = cProfile.Profile()
         profiler.enable()
-        for _ in range(20):
+        for _ in range(PROFILED):
             ways[0].step()
         profiler.disable()
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+        stats = pstats.Stats(profiler)
+        calls = stats.total_calls / PROFILED  # type: ignore[attr-defined]
+        print(f"{case}: {calls:.0f} calls a step, {medians[0] / medians[1]:.2f} of the dense FFN's host time", flush=True)
+        stats.sort_stats("tottime").print_stats(30)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ distinguishes arguments at least as finely as Triton 3.6 does. Other versions, t
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +34,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=4096)  # a hit is no call of Python's
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n, for n from 1 up."""
     return 1 << (n - 1).bit_length()
 
 
+@functools.lru_cache(maxsize=4096)
 def divisor(*numbers: int) -> int:
     """The largest power of two, at most 8, that divides all: the number of 16-bit elements that are moved at a time.
 

@@ -202,7 +202,7 @@ def packed_topology_size(num_rows: int, widths: Sequence[int], block: int) -> in
 
 def _split(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> list[Tensor]:
     lengths = _lengths(num_rows, widths, block)
-    parts = packed.split([4 * cdiv(length, 4) for length in lengths])  # to 16 bytes: kernels are compiled for it
+    parts = packed.split_with_sizes([4 * cdiv(length, 4) for length in lengths])  # to 16 bytes: kernels are compiled for it
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
@@ -265,8 +265,9 @@ def _block_rows_kernel(
     tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=ranked)
 
 
-def _most(num_rows: int, experts: int) -> tuple[int, int]:
-    short, tall = (max(max_block_rows(num_rows, experts, block), 1) for block in BLOCK_ROWS)
+@functools.lru_cache(maxsize=256)
+def _most(num_rows: int, experts: int, blocks: tuple[int, int]) -> tuple[int, int]:
+    short, tall = (max(max_block_rows(num_rows, experts, block), 1) for block in blocks)
     return short, tall
 
 
@@ -280,14 +281,14 @@ def split_rows(
         and int32 [3], the number of block rows in use and two zeros, which products count with.
         Then int32 [E], the experts from the most rows to the fewest.
     """
-    most, tall_most = _most(num_rows, experts)
-    entries, tall, order_E, count, tall_count = packed.split([4 * most, 4 * tall_most, experts, 3, 3])
+    most, tall_most = _most(num_rows, experts, BLOCK_ROWS)
+    entries, tall, order_E, count, tall_count = packed.split_with_sizes((4 * most, 4 * tall_most, experts, 3, 3))
     return (entries.view(-1, 4), count), (tall.view(-1, 4), tall_count), order_E
 
 
 def packed_size(num_rows: int, experts: int) -> int:
     """Integers of `pack_rows`."""
-    return 4 * sum(_most(num_rows, experts)) + experts + 6
+    return 4 * sum(_most(num_rows, experts, BLOCK_ROWS)) + experts + 6
 
 
 def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:

@@ -131,7 +131,7 @@ def _stack(weight: Tensor) -> Tensor:
 
 
 def _lies_transposed(weight: Tensor) -> bool:
-    return weight.dim() == 3 and weight.mT.is_contiguous() and not weight.is_contiguous()
+    return not weight.is_contiguous() and weight.ndim == 3 and weight.mT.is_contiguous()
 
 
 def _planes(w1: Tensor, v1: Tensor | None, plan: ExpertPlan | None = None) -> tuple[Tensor, ...]:
@@ -429,7 +429,8 @@ def _up_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x_TD, w1, v1 and the bias."""
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw1, dbias_EF = _up_backward(dz_PV, x_TD, w1, v1, plan, ctx.dtype, needs_dx)
+    up_backward = _up_backward if is_traced(dz_PV) else _up_backward.eager
+    dx_TD, dw1, dbias_EF = up_backward(dz_PV, x_TD, w1, v1, plan, ctx.dtype, needs_dx)
     of_weights = (dw1, None) if v1 is None else (dw1[0], dw1[1])
     return dx_TD if needs_dx else None, *of_weights, dbias_EF if plan.biased else None
 
@@ -447,7 +448,7 @@ def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         dz_PV, dw2, dweights_TK = _down_backward(dy_TD, z_PV, w2, weights_TK, plan, ctx.dtype)
     else:
         dz_PV = z_PV.detach()  # the same memory and version: what autograd saved becomes the gradient
-        dw2, dweights_TK = _down_backward_(dy_TD, dz_PV, w2, weights_TK, plan, ctx.dtype)
+        dw2, dweights_TK = _down_backward_.eager(dy_TD, dz_PV, w2, weights_TK, plan, ctx.dtype)
     return dz_PV, None, dw2, None if weights_TK is None else dweights_TK, None, None
 
 

@@ -245,4 +245,4 @@ def supports(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapte
     return hopper_computes and frozen and not adapters.dropout and max(ranks) <= MOST_RANK
 
 
-lora_experts = differentiable(_forward, _save, _gradient)
+lora_experts = differentiable(_forward, _save, _gradient, of_fields=True)

@@ -119,49 +119,56 @@ def operator(
 
         call.__doc__ = function.__doc__
         call.operator, call.function, call.schema = compiled, function, schema  # type: ignore[attr-defined]
+        call.eager = eager  # type: ignore[attr-defined]
         return call
 
     return wrap
 
 
 def differentiable(
-    call: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+    call: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any], *, of_fields: bool = False
 ) -> Callable[..., Any]:
-    """The same with a gradient: a function of positional arguments.
+    """The same with a gradient: a function of positional arguments, with `eager` for callers that are not traced.
 
     Args:
         call: from `operator`.
         save: of (ctx, inputs, output), in the form of `register_autograd`.
         backward: of (ctx, *gradients of the outputs); one result for each argument, for a record one of its fields'
-            gradients or None. `ctx.needs_input_grad` has each field by itself.
+            gradients or None. `ctx.needs_input_grad` has each field by itself in a compiled graph, and with `of_fields`.
+        of_fields: fields of a record may need gradients.
     """
     compiled, function, schema = call.operator, call.function, call.schema  # type: ignore[attr-defined]
+
+    def of_flat(*flat: Any) -> Any:
+        return function(*schema.group(flat))
+
+    def save_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, schema.group(inputs), output)
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return schema.flatten_gradients(backward(ctx, *grads))
 
-    torch.library.register_autograd(
-        compiled,
-        gradients,
-        setup_context=lambda ctx, inputs, output: save(ctx, schema.group(inputs), output),
-        lib=_LIBRARY,
-    )
+    torch.library.register_autograd(compiled, gradients, setup_context=save_flat, lib=_LIBRARY)
 
     class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *flat: Any) -> Any:
-            inputs = schema.group(flat)
-            output = function(*inputs)
-            save(ctx, inputs, output)
-            return output
+        pass
 
-    Eager.backward = staticmethod(gradients)  # type: ignore[method-assign]
+    for name, static in {
+        "forward": of_flat if of_fields else function,
+        "setup_context": save_flat if of_fields else save,
+        "backward": gradients if of_fields else backward,
+    }.items():
+        setattr(Eager, name, staticmethod(static))
+    # Of the base class: Function's own looks through all arguments for wrappers of functorch, which is not supported
+    eager = super(torch.autograd.Function, Eager).apply
 
     def apply(*args: Any) -> Any:
-        flat = schema.flatten(args)
-        return compiled(*flat) if is_traced(args[0]) else Eager.apply(*flat)
+        if is_traced(args[0]):
+            return compiled(*schema.flatten(args))
+        return eager(*(schema.flatten(args) if of_fields else args))
 
     apply.__doc__ = call.__doc__
+    apply.eager = eager  # type: ignore[attr-defined]
     return apply
 
 
