@@ -62,7 +62,9 @@ def main() -> None:
         profiler.disable()
         stats = pstats.Stats(profiler)
         calls = stats.total_calls / PROFILED  # type: ignore[attr-defined]
-        print(f"{case}: {calls:.0f} calls a step, {medians[0] / medians[1]:.2f} of the dense FFN's host time", flush=True)
+        print(
+            f"{case}: {calls:.0f} calls a step, {medians[0] / medians[1]:.2f} of the dense FFN's host time", flush=True
+        )
         stats.sort_stats("tottime").print_stats(30)
 
 

@@ -147,7 +147,7 @@ def _rows_launch(
     tile: Tile, device: torch.device, n: int, k: int, planes: int, activation: str | None, transposed: bool,
     gathered: bool, choices: int, copied: int, low_columns: int,
 ) -> _RowsLaunch:  # fmt: skip
-    """Args: those of `_rows_product` in numbers. activation: None without a GLU. choices: of tokens, 0 without any.
+    """Args: those of `_rows_arguments` in numbers. activation: None without a GLU. choices: of tokens, 0 without any.
     copied: the width of rows that are copied meanwhile, or 0. low_columns: L, or 0.
     """
     glu = activation is not None
@@ -206,7 +206,7 @@ def _rows_launch(
     )
 
 
-def _rows_product(
+def _rows_arguments(
     a_PRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
     rows: RaggedRows,
@@ -219,8 +219,10 @@ def _rows_product(
     activation: str = "identity",
     beside: tuple[Tokens, Tensor] | None = None,
     low: LowRank | None = None,
-) -> None:
-    """c = A W, summed over planes; given h, c are the two planes of a GLU and h = act(c[0]) c[1].
+) -> tuple[Any, dict[str, Any]]:
+    """Arguments of the `launch` that writes c = A W, summed over planes; given h, the two planes of a GLU, and h.
+
+    That is h = act(c[0]) c[1].
 
     `low` is added to c.
     """
@@ -262,21 +264,20 @@ def _rows_product(
     if special:
         from foundry_moe_kernels import hopper_products
 
-        launch(
+        return (
             hopper_products.rows_kernel, (programs,),
             a_map, b_map, low_a_map, low_b_map, c_map, h_map,
             hopper_products.row_map(beside[0].x_TD) if beside else None,
             hopper_products.row_map(beside[1]) if beside else None, entries_M4, count,
             tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
             rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, num_rows,
-            found.column_tiles, found.k_tiles, int(swapped), found.group, found.low_tiles, **found.constants,
-        )  # fmt: skip
-        return
-    launch(
+            found.column_tiles, found.k_tiles, int(swapped), found.group, found.low_tiles,
+        ), found.constants  # fmt: skip
+    return (
         ragged_rows_kernel, (programs,),
         a_map, b_map, low_a_map, low_b_map, c_map, h_map, entries_M4, count, found.column_tiles, found.k_tiles,
-        int(swapped), found.low_tiles, PROGRAMS=programs, **found.constants,
-    )  # fmt: skip
+        int(swapped), found.low_tiles,
+    ), {"PROGRAMS": programs, **found.constants}  # fmt: skip
 
 
 def row_major(weights: tuple[Tensor, ...], transposed: bool) -> tuple[tuple[Tensor, ...], bool]:
@@ -313,7 +314,10 @@ def rows_product(
     if tile is None:
         product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{'2' if weights[1:] else ''}"
         tile = _pick(product, rows, n, k)
-    _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low)
+    arguments, constants = _rows_arguments(
+        a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low
+    )
+    launch(*arguments, **constants)
     return c_RN
 
 
@@ -341,12 +345,16 @@ def up(
     z_PRF = weights[0].new_empty(planes, rows.num_rows, n)
     if planes == 1:
         weights, transposed = row_major(weights, True)
-        _rows_product(a, weights, rows, n, transposed=transposed, tile=tile, c_PRN=z_PRF, low=low)
+        arguments, constants = _rows_arguments(
+            a, weights, rows, n, transposed=transposed, tile=tile, c_PRN=z_PRF, low=low
+        )
+        launch(*arguments, **constants)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = weights[0].new_empty(rows.num_rows, n)
-    _rows_product(
+    arguments, constants = _rows_arguments(
         a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation, low=low
     )
+    launch(*arguments, **constants)
     return z_PRF, h_RF
 
 
@@ -379,7 +387,8 @@ def down_backward_(
     h_RF = z_PRF.new_empty(z_PRF.shape[1], n)  # first dh, then h in its place
     weights, transposed = row_major((w2_EDF,), False)
     tile = tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k)
-    _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
+    arguments, constants = _rows_arguments(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
+    launch(*arguments, **constants)
     dots = activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
     return h_RF, dots
 

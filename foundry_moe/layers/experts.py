@@ -6,7 +6,7 @@ of LoRA adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Dispatcher, PassThrough, compute_in_rounds
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.ops import POINTWISE, Biases, PermutePlan, expert_mlp
+from foundry_moe.ops import POINTWISE, Biases, expert_mlp
 from foundry_moe.ops.lora import Adapter, Adapters
 
 
@@ -54,55 +54,52 @@ class ExpertsBase(nn.Module):
             self.draw_(name, parameter, rows, columns, seed=seed, layer=layer)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The last arguments of `compute`: every tensor that may need a gradient, a weight first."""
+        """Every tensor that may need a gradient: w1, v1 and w2 first."""
         raise NotImplementedError
 
     def options(self, *tensors: Any) -> dict[str, Any]:
         """What `expert_mlp` needs beside three weights and the settings here, from the other ones of `tensors`."""
         raise NotImplementedError
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
-        """y_QD: the experts' results for received rows, times their combine weights."""
-        return expert_mlp(
-            x_QD,
-            weights_QK,
-            plan,
-            *tensors[:3],
-            activation=self.activation,
-            backend=self.backend,
-            memory=self.memory,
-            **self.options(*tensors[3:]),
-        )
-
     def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
         """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
 
         Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
         """
-        parameters = self.tensors()
-        assert parameters[0] is not None
+        tensors = self.tensors()
+        if rows.rounds:
+            self.most_rounds = max(self.most_rounds, len(rows.rounds))
+            return Dispatched(self._in_rounds(rows, dispatcher, tensors))
+        rows = dispatcher.receive(rows)
+        y_QD = expert_mlp(*self.operands(rows, tensors), **self.settings(*tensors[3:]))
+        return dispatcher.send_back(y_QD, rows)
+
+    def operands(self, rows: Dispatched, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """The first arguments of `expert_mlp`."""
+        w1, v1, w2 = tensors[:3]
         # received rows bypass FSDP2's input cast, so they are cast here outside autocast
-        dtype = parameters[0].dtype
+        x_QD = rows.x if torch.is_autocast_enabled(rows.x.device.type) else rows.x.to(w1.dtype)
+        return x_QD, rows.weights, rows.plan, w1, v1, w2
 
-        def run_part(rows: Dispatched, *parameters: Tensor | None) -> Dispatched:
-            rows = dispatcher.receive(rows)
-            assert rows.plan is not None
-            x_QD = rows.x if torch.is_autocast_enabled(rows.x.device.type) else rows.x.to(dtype)
-            return dispatcher.send_back(self.compute(x_QD, rows.weights, rows.plan, *parameters), rows)
+    def settings(self, *tensors: Any) -> dict[str, Any]:
+        """The other arguments of `expert_mlp`."""
+        given = {"activation": self.activation, "backend": self.backend, "memory": self.memory}
+        return {**given, **self.options(*tensors)}
 
-        if not rows.rounds:
-            return run_part(rows, *parameters)
-        self.most_rounds = max(self.most_rounds, len(rows.rounds))
+    def _in_rounds(self, rows: Dispatched, dispatcher: Dispatcher, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """y_TD."""
         choices = rows.choices
         assert choices is not None and rows.weights is not None
 
-        def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor | None) -> Tensor:
+        def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
             part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
-            return dispatcher.combine(run_part(dispatcher.dispatch(x_TD, part, at_once=True), *parameters))
+            received = dispatcher.receive(dispatcher.dispatch(x_TD, part, at_once=True))
+            y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
+            return dispatcher.combine(dispatcher.send_back(y_QD, received))
 
         # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
         weights_TK = PassThrough.apply(rows.weights, choices.weights_TK)
-        return Dispatched(compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, parameters))
+        return compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, tensors)
 
 
 def adapters_on() -> bool:

@@ -529,9 +529,8 @@ def check_kinds(x_TD: Tensor, *weights: Tensor | None) -> None:
             )
 
 
-def blocksparse_mlp(
+def plan_experts(
     x_TD: Tensor,
-    weights_TK: Tensor | None,
     plan: PermutePlan,
     weights: tuple[Tensor, Tensor | None, Tensor],
     *,
@@ -540,39 +539,31 @@ def blocksparse_mlp(
     memory: str,
     gate_up: str | None = None,
     bias_EF: Tensor | None = None,
-    copies: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-) -> Tensor:
-    """y_TD as `foundry_moe.ops.expert_mlp` or `packed_mlp` define it, for operands that they have checked.
+) -> ExpertPlan:
+    """What the operators of one call share, for operands that `foundry_moe.ops.mlp` has checked.
 
     Args:
-        copies: of fp32 weights, in x's dtype: what kernels read. They write the weights' gradients in fp32; rounding
-            these to the copies' dtype and casting takes 1.0 ms per layer more (H200, OLMoE).
+        weights: as kernels read them.
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
     """
-    w1, v1, w2 = weights
+    w1, _, w2 = weights
     if memory not in ("save", "recompute"):
         raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    check_kinds(x_TD, *(weights if copies[0] is None else copies), bias_EF)
-    if plan.capacity is not None:
-        kernels = "padded"
-    elif widths is None and takes_hopper(x_TD.device, x_TD.dtype, *w2.shape[1:]):
-        kernels = "hopper"
-    else:
-        kernels = "portable"
-    widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
+    check_kinds(x_TD, *weights, bias_EF)
     layout = gate_up or "separate"
     if gate_up == "concatenated" and bias_EF is None and activation in NAMES and not _lies_transposed(w1):
         layout = "planes"
-    if kernels == "padded":
+    stacked = widths is None
+    widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
+    if plan.capacity is not None:
+        kernels = "padded"
         offsets_E = table = torch.full((1,), plan.num_rows, dtype=torch.int32, device=x_TD.device)
     else:
+        hopper_computes = stacked and takes_hopper(x_TD.device, x_TD.dtype, w2.shape[1], w2.shape[2])
+        kernels = "hopper" if hopper_computes else "portable"
         offsets_E, table = plan.offsets_E, _table(plan.offsets_E, plan.num_rows, kernels, widths)
-    expert_plan = ExpertPlan(
+    return ExpertPlan(
         plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
     )
-    if memory == "recompute":
-        return expert_recompute(x_TD, w1, v1, bias_EF, w2, weights_TK, expert_plan, *copies)
-    z_PV, h_V = expert_up(x_TD, w1, v1, bias_EF, expert_plan, *copies[:2])
-    return expert_down(z_PV, h_V, w2, weights_TK, expert_plan, copies[2])

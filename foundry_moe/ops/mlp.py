@@ -6,6 +6,7 @@ Shapes: T tokens, K choices, D model width, F expert width, E experts, H widths 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops.backends import ALIGN, FLOATS, choose_backend
-from foundry_moe.ops.blocksparse import blocksparse_mlp, check_kinds
+from foundry_moe.ops.blocksparse import check_kinds, expert_down, expert_recompute, expert_up, plan_experts
 from foundry_moe.ops.lora import Adapters, lora_mlp, supports
-from foundry_moe.ops.operators import on_gpu
+from foundry_moe.ops.operators import is_traced, on_gpu
 from foundry_moe.ops.permute import PermutePlan
 from foundry_moe.ops.unfused import POINTWISE, unfused_mlp
 
@@ -68,52 +69,59 @@ def expert_mlp(
     """
     weights = (w1, v1, w2)
     _check(x_TD, plan, weights, activation, backend, widths, adapters)
+    columns = x_TD.shape[1]
     if biases is not None:
-        y_TP = expert_mlp(
-            _with_ones(x_TD), weights_TK, plan, *_with_biases(weights, biases),
-            activation=activation, backend=backend, memory=memory,
-            adapters=None if adapters is None else adapters.padded(ALIGN),
-        )  # fmt: skip
-        return y_TP[:, : x_TD.shape[1]] + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
+        x_TD, weights = _with_ones(x_TD), _with_biases(weights, biases)
+        adapters = None if adapters is None else adapters.padded(ALIGN)
     device_type = x_TD.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
-            x_TD = x_TD.to(dtype)
-            if w1.dtype is w2.dtype is torch.float32 and dtype is not torch.float32 and adapters is None and (
-                plan.capacity is None and choose_backend(backend, x_TD.device, dtype) == "blocksparse"
-            ) and _aligned(x_TD, w2, widths):  # fmt: skip
-                copies = w1.detach().to(dtype), None if v1 is None else v1.detach().to(dtype), w2.detach().to(dtype)
-                return blocksparse_mlp(
-                    x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory, copies=copies
-                )
-            cast = w1.to(dtype), None if v1 is None else v1.to(dtype), w2.to(dtype)
-            return expert_mlp(
-                x_TD, weights_TK, plan, *cast,
-                activation=activation, backend=backend, memory=memory, widths=widths, adapters=adapters,
-            )  # fmt: skip
-    if adapters is not None:
-        check_kinds(x_TD, *weights)
+    autocast = torch.is_autocast_enabled(device_type)
+    if autocast:
+        x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
+    dtype = x_TD.dtype
     if plan.capacity is not None:
         # in a compiled graph the plain version, whose activation inductor fuses
         on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling() and adapters is None
         backend = "blocksparse" if on_kernels else "batched"
     else:
-        backend = choose_backend(backend, x_TD.device, x_TD.dtype)
-    if backend != "blocksparse" or (adapters is not None and not supports(x_TD, weights, adapters)):
-        return unfused_mlp(
-            x_TD, weights_TK, plan, weights,
-            activation=activation, backend=backend, widths=widths, adapters=adapters, memory=memory,
-        )  # fmt: skip
-    if adapters is not None:
-        return lora_mlp(x_TD, weights_TK, plan, weights, adapters, activation=activation, memory=memory)
-    # permutes inside, so that the backward pass saves x alone
-    if _aligned(x_TD, w2, widths):
-        return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
-    x_TP = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
-    padded, wide = _padded(weights, widths)
-    y_TP = blocksparse_mlp(x_TP, weights_TK, plan, padded, widths=wide, activation=activation, memory=memory)
-    return y_TP[:, : x_TD.shape[1]]
+        backend = choose_backend(backend, x_TD.device, dtype)
+    aligned = _aligned(x_TD, weights[2], widths)
+    read = weights  # by products
+    if autocast:
+        # kernels write the gradients of fp32 weights in fp32 themselves
+        copied = backend == "blocksparse" and plan.capacity is None and adapters is None and aligned
+        copied = copied and weights[0].dtype is weights[2].dtype is torch.float32 and dtype is not torch.float32
+        cast = [None if w is None else (w.detach() if copied else w).to(dtype) for w in weights]
+        read = (cast[0], cast[1], cast[2])  # type: ignore[assignment]
+        weights = weights if copied else read
+    if backend != "blocksparse" or adapters is not None:
+        if adapters is not None:
+            check_kinds(x_TD, *weights)
+        with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+            if backend == "blocksparse" and adapters is not None and supports(x_TD, weights, adapters):
+                y_TD = lora_mlp(x_TD, weights_TK, plan, weights, adapters, activation=activation, memory=memory)
+            else:
+                y_TD = unfused_mlp(
+                    x_TD, weights_TK, plan, weights,
+                    activation=activation, backend=backend, widths=widths, adapters=adapters, memory=memory,
+                )  # fmt: skip
+    else:
+        copies = read if read is not weights else (None, None, None)
+        if not aligned:
+            x_TD = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
+            weights, widths = _padded(weights, widths)
+            read = weights
+        # permutes inside, so that the backward pass saves x alone
+        shared = plan_experts(x_TD, plan, read, widths=widths, activation=activation, memory=memory)
+        w1, v1, w2 = weights
+        if memory == "recompute":
+            y_TD = expert_recompute(x_TD, w1, v1, None, w2, weights_TK, shared, *copies)
+        else:
+            traced = is_traced(x_TD)
+            z_PV, h_V = (expert_up if traced else expert_up.eager)(x_TD, w1, v1, None, shared, *copies[:2])
+            y_TD = (expert_down if traced else expert_down.eager)(z_PV, h_V, w2, weights_TK, shared, copies[2])
+    if y_TD.shape[1] != columns:
+        y_TD = y_TD[:, :columns]
+    return y_TD if biases is None else y_TD + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TD.dtype)
 
 
 def packed_mlp(
@@ -148,10 +156,14 @@ def packed_mlp(
         raise ValueError(f"gate_up ({gate_up!r}) must be concatenated, interleaved or None")
     choose_backend("blocksparse", x_TD.device, x_TD.dtype)
     bias_EF, bias_ED = biases or (None, None)
-    y_TD = blocksparse_mlp(
-        x_TD, weights_TK, plan, (w1, None, w2),
-        widths=None, activation=activation, memory=memory, gate_up=gate_up, bias_EF=bias_EF,
-    )  # fmt: skip
+    shared = plan_experts(
+        x_TD, plan, (w1, None, w2), widths=None, activation=activation, memory=memory, gate_up=gate_up, bias_EF=bias_EF
+    )
+    if memory == "recompute":
+        y_TD = expert_recompute(x_TD, w1, None, bias_EF, w2, weights_TK, shared, None, None, None)
+    else:
+        z_PV, h_V = expert_up(x_TD, w1, None, bias_EF, shared, None, None)
+        y_TD = expert_down(z_PV, h_V, w2, weights_TK, shared, None)
     return y_TD if bias_ED is None else y_TD + _last_biases(bias_ED, weights_TK, plan)
 
 

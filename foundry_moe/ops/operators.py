@@ -99,9 +99,7 @@ def define(
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def operator(
-    name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function of tensors the operator `foundry_moe::name`; called with plain tensors, it is the function.
 
     Args:
@@ -126,18 +124,18 @@ def operator(
 
 
 def differentiable(
-    call: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any], *, of_fields: bool = False
-) -> Callable[..., Any]:
+    call: Any, save: Callable[..., None], backward: Callable[..., Any], *, of_fields: bool = False
+) -> Any:
     """The same with a gradient: a function of positional arguments, with `eager` for callers that are not traced.
 
     Args:
         call: from `operator`.
         save: of (ctx, inputs, output), in the form of `register_autograd`.
         backward: of (ctx, *gradients of the outputs); one result for each argument, for a record one of its fields'
-            gradients or None. `ctx.needs_input_grad` has each field by itself in a compiled graph, and with `of_fields`.
+            gradients or None. `ctx.needs_input_grad` has each field by itself where compiled or `of_fields`.
         of_fields: fields of a record may need gradients.
     """
-    compiled, function, schema = call.operator, call.function, call.schema  # type: ignore[attr-defined]
+    compiled, function, schema = call.operator, call.function, call.schema
 
     def of_flat(*flat: Any) -> Any:
         return function(*schema.group(flat))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from foundry_moe_kernels import padded as kernels
 
-from foundry_moe.ops import expert_mlp, padded, plan_permute
-from foundry_moe.ops.blocksparse import blocksparse_mlp
+from foundry_moe.ops import expert_mlp, mlp, padded, plan_permute
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["random", "ragged", "all to one", "none chosen"]
@@ -69,8 +68,9 @@ def test_gather_writes_every_place(rows, width, k):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("weighted", "memory"), [(False, "save"), (True, "save"), (True, "recompute")])
 def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(
-    capacity, kind, activation, gated, weighted, memory
+    capacity, kind, activation, gated, weighted, memory, monkeypatch
 ):
+    monkeypatch.setattr(mlp, "on_gpu", lambda *_: lambda x: x.dtype is torch.float32)  # interpreted on a CPU
     experts_TK = choices(kind)
     plan = padded.plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
     shapes = {"x": (23, 6), "w1": (5, 7, 6), "v1": (5, 7, 6), "w2": (5, 6, 7), "weights": (23, 3)}
@@ -85,23 +85,21 @@ def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(
         used = [given[n] for n in shapes if (gated or n != "v1") and (weighted or n != "weights")]
         return [y_TD, *torch.autograd.grad(y_TD, used, direction_TD.to(dtype))]
 
-    def on_kernels(x, weights, w1, v1, w2):
-        return blocksparse_mlp(x, weights, plan, (w1, v1, w2), widths=None, activation=activation, memory=memory)
+    def function(x, weights, w1, v1, w2):  # fp64, which no kernel takes, in torch
+        return expert_mlp(x, weights, plan, w1, v1, w2, activation=activation, memory=memory)
 
-    def in_torch(x, weights, w1, v1, w2):  # fp64, which no kernel takes
-        return expert_mlp(x, weights, plan, w1, v1, w2, activation=activation)
-
-    for ours, truth in zip(run(torch.float32, on_kernels), run(torch.float64, in_torch), strict=True):
+    for ours, truth in zip(run(torch.float32, function), run(torch.float64, function), strict=True):
         # fp32 beside fp64; tf32 is off by default
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_is_refused(monkeypatch):
     """The first one has overwritten what the second would read."""
+    monkeypatch.setattr(mlp, "on_gpu", lambda *_: lambda x: True)
     plan = padded.plan_padded(choices("random"), 5, top_k=3, capacity=1.0)
     x = torch.randn(23, 6, device=DEVICE, requires_grad=True)
     w1, w2 = torch.randn(5, 7, 6, device=DEVICE), torch.randn(5, 6, 7, device=DEVICE)
-    y = blocksparse_mlp(x, None, plan, (w1, None, w2), widths=None, activation="gelu", memory="save").sum()
+    y = expert_mlp(x, None, plan, w1, None, w2, activation="gelu").sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass through experts needs"):
         y.backward()
