@@ -116,7 +116,8 @@ class MeshConfig:
         expert: GPUs that the experts of a layer are divided over; divides `num_experts`.
         shard: GPUs that each parameter is sharded over, as in ZeRO-3.
         replicate: copies of the sharded model, as in HSDP.
-        all_to_all: flat | hierarchical | auto (hierarchical if `expert` spans nodes).
+        all_to_all: flat | hierarchical | auto (hierarchical if `expert` spans several whole nodes of more than one
+            GPU).
         buffer: rows that a GPU receives and computes at once, as a multiple of an even share. A more skewed batch is
             processed in rounds, all but the first of which are sent and computed again in the backward pass.
         compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) | auto
@@ -164,7 +165,8 @@ class LoRAConfig:
     Attributes:
         r: rank of an adapter, the columns of B and rows of A.
         alpha: scale = alpha / r.
-        dropout: probability that an element of an adapter's input is zero in training.
+        dropout: probability that an element of an adapter's input is zero in training; above 0 it needs
+            `mesh.expert: 1`.
         targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2
             (down); auto = all of them. The others are frozen too.
         rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
@@ -221,8 +223,8 @@ class MoEConfig:
     Attributes:
         num_experts: experts in a layer.
         top_k: experts of each token.
-        expert_hidden_size: width of one expert, or a list of one width for each expert; auto = that of the replaced
-            FFN.
+        expert_hidden_size: width of one expert, or a list of one width for each expert (multiples of 8 use 16-byte
+            loads and stores, others are padded by a copy of the weights); auto = that of the replaced FFN.
         activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the
             replaced FFN.
         bias: whether experts have biases; auto = those of the FFN that they are copied from, else none.
@@ -235,7 +237,7 @@ class MoEConfig:
             more forward pass if there are several).
         freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's
             losses still have gradients for earlier layers.
-        lora: see LoRAConfig; absent = no adapters, and experts are trained themselves.
+        lora: keys of the adapters; absent = no adapters, and experts are trained themselves.
         init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
             the dense FFN was loaded, else random). The weights of an MoE block are always kept.
         init_std: standard deviation of random weights; divided by sqrt(2 * number of layers) for projections back to
@@ -248,7 +250,7 @@ class MoEConfig:
         backend: auto | blocksparse | grouped | reference.
         memory: save | recompute the activation in the backward pass (blocksparse).
         seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
-        mesh: see MeshConfig; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe
+        mesh: keys of the mesh; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe
             train` starts, for a run that resumes on any number of GPUs.
     """
 

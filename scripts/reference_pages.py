@@ -1,4 +1,7 @@
-"""Pages of the reference that are generated from the code: every YAML key, every command, the Python API."""
+"""Parts of the reference that are generated from the code: tables of YAML keys, every command, the Python API.
+
+`python -m scripts.reference_pages` writes the tables into docs/reference/configuration.md; the site has the other two.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 import foundry_moe
 from foundry_moe.callbacks.expert_load import ExpertLoad
@@ -17,17 +23,19 @@ from foundry_moe.cli import build_parser
 from foundry_moe.config import LoRAConfig, MeshConfig, MoEConfig
 from foundry_moe.launch.checkpoint_settings import CheckpointConfig
 from foundry_moe.layers.gates.keys import BUILT_IN
-from foundry_moe.schema import yaml_value
 
-SECTIONS: dict[str, type] = {
-    "model.moe, algorithms.dmoe": MoEConfig,
-    "mesh (of these), algorithms.dmoe_mesh": MeshConfig,
-    "lora (of the first)": LoRAConfig,
-    **{f"gate: {{name: {name}}}": keys for name, (_, keys) in BUILT_IN.items()},
-    "callbacks.elastic_checkpoint": CheckpointConfig,
-    "callbacks.expert_load": ExpertLoad,
-    "callbacks.run_report": RunReport,
+# classes with the keys of a table in docs/reference/configuration.md; `gates` has those of all built-in ones
+TABLES: dict[str, dict[str, type]] = {
+    "moe": {"": MoEConfig},
+    "mesh": {"": MeshConfig},
+    "lora": {"": LoRAConfig},
+    "gates": {name: keys for name, (_, keys) in BUILT_IN.items()},
+    "elastic_checkpoint": {"": CheckpointConfig},
+    "expert_load": {"": ExpertLoad},
+    "run_report": {"": RunReport},
 }
+CONFIGURATION = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
+_TABLE = re.compile(r"(<!-- keys of (\w+), by scripts/reference_pages.py -->\n\n)(?:\|.*\n)*")
 # methods for a user's own loop; the others are called by Composer, torch or the layers
 METHODS = {"BatchContext": ["observe", "set_tokens", "track_scale"], "Reader": ["steps"]}
 KEYS: dict[str, type] = {"DMoE": MoEConfig, "ElasticCheckpoint": CheckpointConfig}
@@ -68,25 +76,31 @@ def texts_of(cls: type) -> dict[str, str]:
     return texts
 
 
-def keys_page() -> str:
-    """Tables of all keys of this package."""
-    lines = [
-        "# YAML keys",
-        "",
-        "Generated from the classes that read them. [Configuration](configuration.md) explains their use.",
-    ]
-    for title, cls in SECTIONS.items():
-        keys, texts = keys_of(cls), texts_of(cls)
-        lines += ["", f"## `{title}`", ""]
-        if not keys:
-            lines.append("No keys.")
-            continue
-        lines += ["| key | default | meaning |", "|---|---|---|"]
-        for key, default in keys.items():
-            default = list(default) if isinstance(default, tuple) else default
-            shown = "required" if default is MISSING else f"`{yaml_value(default)}`"
-            lines.append(f"| `{key}` | {shown} | {texts.get(key, '').replace('|', chr(92) + '|')} |")
+def key_table(name: str) -> str:
+    """The table of one entry of `TABLES`."""
+    groups = TABLES[name]
+    of = "gate | " if len(groups) > 1 else ""
+    lines = [f"| {of}key | default | meaning |", f"|{'---|' * (4 if of else 3)}"]
+    for group, cls in groups.items():
+        texts = texts_of(cls)
+        for key, default in keys_of(cls).items():
+            cells = [f"`{group}`"] if of else []
+            cells += [f"`{'async' if key == 'asynchronous' else key}`", _shown(default), texts.get(key, "")]
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(default: Any) -> str:
+    if default is MISSING:
+        return "required"
+    default = list(default) if isinstance(default, tuple) else default
+    text = yaml.safe_dump(default, default_flow_style=True, sort_keys=False).removesuffix("...\n").strip()
+    return "" if default == "" else f"`{text}`"
+
+
+def with_tables(page: str) -> str:
+    """The page with each table of keys made anew."""
+    return _TABLE.sub(lambda found: found[1] + key_table(found[2]), page)
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -128,4 +142,8 @@ def python_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"reference/keys.md": keys_page, "reference/commands.md": commands_page, "reference/python.md": python_page}
+PAGES = {"reference/commands.md": commands_page, "reference/python.md": python_page}
+
+
+if __name__ == "__main__":
+    CONFIGURATION.write_text(with_tables(CONFIGURATION.read_text()))

@@ -59,13 +59,15 @@ class CheckpointConfig:
     Attributes:
         folder: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a path that all nodes see. One
             run, one folder.
-        interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
-        keep: how many of the newest checkpoints stay.
+        interval: a time (`90s`, `30m`, `2h`) or a count (`500ba`, `1ep`, `1000000tok`, `4096sp`). The end of training
+            is always saved.
+        keep: how many of the newest checkpoints stay; applied after each save, when a run starts, and before a save for
+            which a file system lacks room.
         keep_every: `1000ba`: the first checkpoint at or after each multiple is never deleted.
         resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
             run forks: restarts then continue from the fork's own newest.
         optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
-        asynchronous: `async` in YAML. true uploads in the background; false waits for every save.
+        asynchronous: true uploads in the background; false waits for every save. `async` in YAML.
         max_failures: training stops after this many failed saves in a row.
         save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads
             them from that source and refuses other weights.
@@ -75,10 +77,11 @@ class CheckpointConfig:
         endpoint_url: address of a store other than the cloud provider's own.
         region: of S3, as boto3 takes it; null follows AWS_* variables and profiles.
         profile: as region.
-        timeout: limit for a connection attempt and for a silence of the store. A request may also take the time that
-            its bytes need at 64 KiB/s.
+        timeout: limit for a connection attempt (10 s at most), for a silence of the store, and for each attempt at a
+            whole request (plus the time of its bytes at 64 KiB/s; on `s3://` up to twice the sum).
         signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
-        grace: time from such a signal until the launchers end the remaining processes.
+        grace: time from one of `signals` until launchers end the remaining processes; slightly less than the cluster
+            grants.
         max_nonfinite: number of batches in a row with a loss, gradients or weights that are not finite, after which
             `on_nonfinite` applies; null disables the check.
         on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import foundry_moe
-from scripts.reference_pages import SECTIONS, commands_page, keys_of, keys_page, python_page, texts_of
+from scripts.reference_pages import CONFIGURATION, TABLES, commands_page, keys_of, python_page, texts_of, with_tables
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("title", SECTIONS)
-def test_every_key_has_a_default_and_an_explanation(title):
-    section = keys_page().split(f"## `{title}`")[1].split("\n## ")[0]
-    keys, texts = keys_of(SECTIONS[title]), texts_of(SECTIONS[title])
-    assert [row.split("`")[1] for row in section.splitlines() if row.startswith("| `")] == list(keys)
-    assert [key for key in keys if not texts.get(key)] == []
+@pytest.mark.parametrize("cls", [cls for table in TABLES.values() for cls in table.values()])
+def test_every_key_has_an_explanation(cls):
+    texts = texts_of(cls)
+    assert [key for key in keys_of(cls) if not texts.get(key)] == []
+
+
+def test_the_tables_of_keys_are_those_of_the_code():
+    page = CONFIGURATION.read_text()
+    assert set(re.findall(r"<!-- keys of (\w+)", page)) == set(TABLES)
+    assert page == with_tables(page), "run: python -m scripts.reference_pages"
 
 
 def test_every_command_and_public_name_is_there():
