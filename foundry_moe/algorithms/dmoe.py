@@ -32,7 +32,7 @@ class DMoE(Algorithm):
 
     In Python, `DMoE(num_experts=8, top_k=2)` or `DMoE(MoEConfig(...))`.
 
-    YAML::
+    YAML:
 
         algorithms:
           dmoe:

@@ -197,7 +197,7 @@ class MoEMesh(Algorithm):
 
     Runs on `Event.INIT`. For models that `algorithms.dmoe` converts, use its key `mesh`.
 
-    YAML::
+    YAML:
 
         algorithms:
           dmoe_mesh: {expert: 8, shard: auto, replicate: 1}

@@ -73,7 +73,7 @@ class GateSteps(Algorithm):
     begins, it logs the backend of the experts, and refuses to resume from a checkpoint whose weights have the same
     shapes but compute another function.
 
-    YAML::
+    YAML:
 
         algorithms:
           dmoe_steps: {}

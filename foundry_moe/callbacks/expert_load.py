@@ -95,7 +95,7 @@ class ExpertLoad(Callback):
     A warning names a layer whose loads stay on few experts (see `load_health`).
     Each log reads the device once.
 
-    YAML::
+    YAML:
 
         callbacks:
           expert_load:

@@ -35,7 +35,7 @@ class RunReport(Callback):
     and, with the callback `expert_load`, the largest share of a layer's tokens that one expert has and the share of
     choices that were dropped. Rate and ETA do not include evaluation. Each evaluation has lines of its own.
 
-    YAML::
+    YAML:
 
         callbacks:
           run_report: {interval: 10ba, prompt: "The state of the union is", facts: data/demo/facts.json}

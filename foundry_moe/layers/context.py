@@ -98,27 +98,22 @@ class BatchContext:
 
     Attributes:
         progress: of the training, set before each batch.
-        sum_over_ranks: sums a tensor without gradient over the processes that share the batch.
-        sum_over_group: the same over the processes that share experts.
-        max_over_ranks: `largest` of `GateContext`.
-        shuffle: `shuffle` of `GateContext`.
         auxiliary_scale: of the auxiliary losses of the current microbatch, a scalar: its share of the real tokens of
             the whole batch, times the number of processes that share the batch, times the factor of a GradScaler. None
             = they are scaled as the loss is.
-        batch_counts: by layer and loss, sums such as choices per expert over the whole batch, if counted before its
-            first microbatch; see `count_ahead`.
 
     Not a module: DDP would broadcast its tensors, and `Module.to` would replace tensors that layers refer to.
     """
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
+        self.auxiliary_scale: Tensor | None = None
+        # set by `parallelize` and by algorithms; see `GateContext`
         self.sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.sum_over_group: Callable[[Tensor], Tensor] = unchanged
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
-        self.auxiliary_scale: Tensor | None = None
-        self.batch_counts: dict[tuple[int, str], Tensor] = {}
+        self.batch_counts: dict[tuple[int, str], Tensor] = {}  # by layer and loss, of a whole batch; see `count_ahead`
         self.has_losses = False
         self._counting = False
         self._pass: ForwardPass | None = None  # that runs, or is recomputed

@@ -41,10 +41,6 @@ class MoELayer(nn.Module):
             draws its weights here.
         gate_output: return (output, gate logits) or (output, probabilities), as Hugging Face's MoE blocks do.
 
-    gate_groups: size of the groups of experts whose gate rows start equal (see `models/block_plans.py`).
-    zero_init_shared: the shared expert's output starts as zero.
-    sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.
-
     Raises:
         ValueError: `auto` for the experts' width or activation; an unknown gate or key, a loss that the gate does
             not have, or `freeze: [gate]` for a gate without weights; a mesh for a layer on its own.
@@ -76,9 +72,9 @@ class MoELayer(nn.Module):
         self.d_model = d_model
         self.layer_index = layer_index
         self.gate_output = gate_output
-        self.gate_groups = 1
-        self.zero_init_shared = False
-        self.sources: Sequence[Any] = ()
+        self.gate_groups = 1  # experts in a group whose gate rows start equal; see `models/block_plans.py`
+        self.zero_init_shared = False  # the shared expert's output starts as zero
+        self.sources: Sequence[Any] = ()  # files of the weights of a layer on the meta device
         self.num_experts = config.num_experts
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         expert: dict[str, Any] = {

@@ -28,7 +28,7 @@ class DenseToSparseGate(LinearGate):
     it has the best one of softmax(x W), weighted by that probability. One host synchronisation a forward pass, to read
     the number of choices; none with `max_experts`.
 
-    YAML::
+    YAML:
 
         gate:
           name: dense_to_sparse
