@@ -123,14 +123,12 @@ def parts_of(gpus: int) -> list[Part]:
     for name, yaml in (("dbrx", "dbrx_wide"), ("qwen3", "qwen3_30b_a3b")):
         layers = f"model.n_layers={LAYERS[yaml][min(gpus, 4)]}"
         parts += [step(name, yaml, whole, 20, layers, compiled), step(f"{name}-eager", yaml, whole, 20, layers)]
-    some = 1
-    while some <= gpus:  # the same work on each
-        for mesh in dict.fromkeys(((1, 1, some), (1, some, 1))):
-            parts.append(step("scaling-" + "-".join(map(str, mesh)), "olmoe_1b_7b", mesh, 20, "model.n_layers=4"))
-        some *= 2
+    counts = [str(2**i) for i in range(gpus.bit_length())]
+    scaling = (python, "benchmarks/scaling.py", "--gpus", *counts, "--trace")
     skew = (python, "benchmarks/skew.py", "--gpus", several)
     return [
         *parts,
+        Part(name="scaling", command=scaling, limit_s=400 * len(counts)),
         Part(name="skew", command=skew, limit_s=200),
         Part(name="saves", command=launched(gpus, "benchmarks/checkpoint_gpu.py"), limit_s=400),
     ]

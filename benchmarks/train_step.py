@@ -1,9 +1,10 @@
 """Times training steps of a YAML run through Composer: tokens/s per GPU, MFU, memory, and where a step's time goes.
 
-    composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--profile]
+    composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--profile] [--trace FILE]
 
-Prints one line of JSON; `--profile` adds a table of kernels by time of one step. One run per launch: a second one in
-the same processes finds memory that Composer and FSDP2 still hold of the first.
+Prints one line of JSON. `--profile` adds a table of kernels by time of the last step, `--trace` writes rank 0's trace
+of it in Chrome's format. One run per launch: a second one in the same processes finds memory that Composer and FSDP2
+still hold of the first.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ class StepTimer(Callback):
             self.profiler.stop()
 
 
-def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
+def measure(config: DictConfig, table: bool = False, trace: str | None = None) -> dict[str, Any]:
     """One run; the same numbers on every rank but for memory, which is the largest."""
     from llmfoundry.command_utils import train
     from llmfoundry.registry import callbacks
 
+    profile = table or trace is not None
     steps = int(str(config.max_duration).removesuffix("ba"))
     callbacks.register("step_timer", func=StepTimer)
     OmegaConf.update(config, "callbacks.step_timer", {"profile": profile, "last": steps}, force_add=True)
@@ -94,22 +96,25 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
         "reserved_gib": round(peak[1].item() / 2**30, 2),
     }
     if timer.profiler is not None:
-        table = timer.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
-        print(table, file=sys.stderr)
+        if table:
+            print(timer.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45), file=sys.stderr)
+        if trace:
+            timer.profiler.export_chrome_trace(trace)
     trainer.close()
     return result
 
 
-def read_arguments(description: str | None) -> tuple[DictConfig, bool]:
-    """The run of the command line, and whether to profile it."""
+def read_arguments(description: str | None) -> tuple[DictConfig, bool, str | None]:
+    """The run of the command line, whether to print its kernels, and the file for a trace."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("yaml")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--trace", metavar="FILE")
     arguments = parser.parse_args()
     config = OmegaConf.merge(OmegaConf.load(arguments.yaml), OmegaConf.from_cli(arguments.overrides))
     assert isinstance(config, DictConfig)
-    return config, arguments.profile
+    return config, arguments.profile, arguments.trace
 
 
 def main() -> None:

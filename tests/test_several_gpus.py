@@ -36,7 +36,7 @@ def test_meshes_divide_experts_and_have_all_gpus():
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_every_step_is_a_run_that_can_start_and_fits_an_h200(gpus):
     steps = [part for part in parts_of(gpus) if "benchmarks/train_step.py" in part.command]
-    assert len(steps) > 8
+    assert len(steps) >= 8
     for part in steps:
         at = part.command.index("benchmarks/train_step.py")
         count, yaml, *overrides = int(part.command[at - 1]), *part.command[at + 1 :]

@@ -1,0 +1,143 @@
+"""Weak scaling of a training step on the GPUs of one host: tokens/s per GPU of each mesh over one GPU's.
+
+    python benchmarks/scaling.py [--gpus 1 2 4] [--mesh 1,1,2 1,2,1] [--run olmoe_1b_7b] [--layers 7]
+        [--microbatches 1] [--repeats 3] [--trace] [KEY=VALUE ...]
+
+Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences a GPU and
+microbatch. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
+replicas. With repeats every mesh runs once before any runs again, and a line has medians. `--trace` adds a launch
+that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. The host is
+slower while it traces, so that the idle time is an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from timing import print_table
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCES = 4  # per GPU and microbatch
+LAYERS = {"olmoe_1b_7b": 7, "qwen3_30b_a3b": 9}  # that fit one GPU of 141 GB
+STEPS = 14
+LIMIT_S = 300
+Mesh = tuple[int, int, int]
+Row = dict[str, Any]
+
+
+def meshes_of(gpus: int) -> list[Mesh]:
+    """(replicate, shard, expert)."""
+    if gpus == 1:
+        return [(1, 1, 1)]
+    return list(dict.fromkeys([(1, 1, gpus), (1, gpus, 1), (2, 1, gpus // 2)]))
+
+
+def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = None) -> list[str]:
+    replicate, shard, expert = mesh
+    gpus = replicate * shard * expert
+    layers = arguments.layers or LAYERS[arguments.run]
+    keys = [
+        f"global_train_batch_size={SEQUENCES * gpus * arguments.microbatches}",
+        f"device_train_microbatch_size={SEQUENCES}",
+        f"max_duration={STEPS}ba",
+        f"model.n_layers={layers}",
+        f"model.moe.mesh={{replicate: {replicate}, shard: {shard}, expert: {expert}, compile: blocks}}",
+        *arguments.keys,
+        *(["--trace", str(trace)] if trace else []),
+    ]
+    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus)]
+    return [*launcher, "benchmarks/train_step.py", f"yamls/bench/{arguments.run}.yaml", *keys]
+
+
+def launch(command: list[str]) -> Row:
+    """The figures of one launch.
+
+    Raises:
+        SystemExit: it failed, with the end of its output.
+    """
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        sys.exit(f"{' '.join(command)} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def union_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans (begin, end)."""
+    total = reached = 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def device_times(trace: Mapping[str, Any]) -> tuple[float, float]:
+    """Milliseconds in which anything runs on the GPU, and in which NCCL alone does, of a trace in Chrome's format."""
+    on_device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in on_device]
+    others = [span for span, event in zip(spans, on_device, strict=True) if "nccl" not in event["name"].lower()]
+    busy = union_us(spans)
+    return busy / 1e3, (busy - union_us(others)) / 1e3
+
+
+def traced(mesh: Mesh, arguments: argparse.Namespace) -> list[str]:
+    """Cells of busy, NCCL alone and idle milliseconds of the traced step, on rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        step_ms = launch(command_of(mesh, arguments, file))["spread_ms"][-1]
+        busy, nccl = device_times(json.loads(file.read_text()))
+    return [f"{busy:.1f}", f"{nccl:.1f}", f"{step_ms - busy:.1f}"]
+
+
+def row_of(mesh: Mesh, runs: list[Row], one_gpu: float | None) -> list[str]:
+    speed = statistics.median(run["tokens_per_s_per_gpu"] for run in runs)
+    middle = min(runs, key=lambda run: abs(run["tokens_per_s_per_gpu"] - speed))
+    ratio = f"{speed / one_gpu:.3f}" if one_gpu else ""
+    mfu = f"{middle['mfu']:.1%}" if middle["mfu"] else ""
+    slowest = f"{middle['slowest_over_median']:.2f}"
+    name = ", ".join(map(str, mesh))
+    return [f"({name})", f"{speed:,.0f}", ratio, mfu, str(middle["step_ms"]), slowest, str(middle["reserved_gib"])]
+
+
+def main() -> None:
+    """Runs from the command line; see the text at the top."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--mesh", nargs="+", help="in place of the meshes of --gpus")
+    parser.add_argument("--run", choices=LAYERS, default="olmoe_1b_7b")
+    parser.add_argument("--layers", type=int, help="in place of as many as fit one GPU of 141 GB")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", action="store_true")
+    arguments, keys = parser.parse_known_args()
+    arguments.keys = keys
+    meshes: list[Mesh] = [mesh for gpus in arguments.gpus for mesh in meshes_of(gpus)]
+    if arguments.mesh:
+        meshes = [tuple(int(size) for size in mesh.split(",")) for mesh in arguments.mesh]  # type: ignore[misc]
+    runs: dict[Mesh, list[Row]] = {mesh: [] for mesh in meshes}
+    for _ in range(arguments.repeats):
+        for mesh in meshes:
+            runs[mesh].append(launch(command_of(mesh, arguments)))
+            print(json.dumps({"mesh": mesh, **runs[mesh][-1]}), file=sys.stderr, flush=True)
+    alone = runs.get((1, 1, 1))
+    one_gpu = statistics.median(run["tokens_per_s_per_gpu"] for run in alone) if alone else None
+    columns = ["mesh", "tokens/s per GPU", "over one GPU", "MFU", "step, ms", "slowest step", "reserved, GiB"]
+    rows = [row_of(mesh, runs[mesh], one_gpu) for mesh in meshes]
+    if arguments.trace:
+        columns += ["busy, ms", "NCCL alone, ms", "idle, ms"]
+        rows = [row + traced(mesh, arguments) for row, mesh in zip(rows, meshes, strict=True)]
+    print(f"{runs[meshes[0]][0]['device']}, {arguments.run}, {arguments.microbatches} microbatches a step")
+    print_table(columns, rows)
+
+
+if __name__ == "__main__":
+    main()
