@@ -153,8 +153,9 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None, machine: Mach
     version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
     parallel: dict[str, Any] = {"tensor_parallel": bool(run.get("tp_config")), "fsdp_version": version}
     yield from caught(lambda: refuse_other_parallelism(**parallel))
-    sizes = {"num_experts": config.num_experts, "top_k": config.top_k}
-    yield from whole_paths(run, caught(lambda: check_gate(config.gate, config.loss, **sizes)))
+    facts: dict[str, Any] = {"num_experts": config.num_experts, "top_k": config.top_k}
+    facts["from_family"] = section(run, "model").get("name") == "hf_causal_lm"
+    yield from whole_paths(run, caught(lambda: check_gate(config.gate, config.loss, **facts)))
     yield from whole_paths(run, caught(check_freeze, config.gate, config.freeze))
     yield from caught(check_compilation, run)
     if "dmoe" not in algorithms and config.init == "upcycle":

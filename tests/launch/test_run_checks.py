@@ -71,6 +71,10 @@ def check(*overrides: str) -> None:
         ("eval_loader=[{name: text, dataset: {}, drop_last: false, num_workers: 1, x: 1}]", "eval_loader.0.x"),
         ("code_paths=[x.py]", None),
         ("model.moe.activation=SwigLU", r"model.moe.activation: .* did you mean 'swiglu'"),
+        (
+            "model.moe.gate={bias_step: 0.1}",
+            r"^model.moe.gate.bias_step \(0.1\) has no effect without gate.bias_balance",
+        ),
         ("model.moe.layers=[4]", r"model.moe.layers \(\[4\]\): the model has 4, so use 0 to 3"),
         (
             "model.moe.mesh={expert: 3}",

@@ -89,6 +89,14 @@ class TopKKeys(LinearKeys):
                 f"group_limit ({self.group_limit}) must be between 1 and groups ({self.groups}), or 0 for all"
             )
 
+    def check_bias(self) -> None:
+        """Not in `check`: a family of models may set `bias_balance` after the user's keys are read."""
+        if not self.bias_balance and self.bias_step != TopKKeys.bias_step:
+            raise UserError(
+                f"gate.bias_step ({self.bias_step}) has no effect without gate.bias_balance: set it to true, or remove "
+                "bias_step"
+            )
+
     def check(self, num_experts: int, top_k: int) -> None:
         groups, limit = self.groups, self.group_limit or self.groups
         if num_experts % groups:

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from foundry_moe.layers.gates.keys import BUILT_IN, GateKeys, LinearKeys
+from foundry_moe.layers.gates.keys import BUILT_IN, GateKeys, LinearKeys, TopKKeys
 from foundry_moe.schema import UserError, caught, from_mapping, nearest, raise_mistakes
 
 if TYPE_CHECKING:
@@ -54,14 +54,27 @@ def build_gate(
     return cls(keys, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
 
-def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
-    """Raises ValueError if `build_gate` or `resolve_losses` would, before anything is built."""
+def check_gate(
+    settings: Mapping[str, Any],
+    losses: Mapping[str, float] | str,
+    *,
+    num_experts: int,
+    top_k: int,
+    from_family: bool = False,
+) -> None:
+    """Raises ValueError if `build_gate` or `resolve_losses` would, before anything is built.
+
+    Args:
+        from_family: the model may be one whose family adds keys of the gate.
+    """
     raise_mistakes([*caught(resolve_losses, settings, losses), *caught(read_keys, settings)])
     names, keys = resolve_losses(settings, losses), read_keys(settings)
     cls = _declaration(settings["name"])
     if issubclass(cls, GateKeys):
         keys.check(num_experts, top_k)
         keys.check_losses(names, num_experts, top_k)
+        if isinstance(keys, TopKKeys) and not from_family:
+            keys.check_bias()
     else:
         cls(keys, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
 

@@ -20,7 +20,6 @@ from foundry_moe.ops import noise
 from foundry_moe.ops.gate_logits import Jitter, gate_logits
 from foundry_moe.ops.select_topk import count_choices, topk
 from foundry_moe.ops.softmax_topk import z_loss
-from foundry_moe.schema import UserError
 
 _NOISE = 1
 _TINY = 1e-20
@@ -43,12 +42,7 @@ class TopKGate(JitteredGate):
 
     def __init__(self, config: TopKKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
-        # not in `check`: a family of models may set `bias_balance` after the user's keys are read
-        if not config.bias_balance and config.bias_step != TopKKeys.bias_step:
-            raise UserError(
-                f"gate.bias_step ({config.bias_step}) has no effect without gate.bias_balance: set it to true, or "
-                "remove bias_step"
-            )
+        config.check_bias()
         self.bias_step = parse_schedule(config.bias_step, "bias_step")
         device = self.weight_ED.device
         self.weight_noise_ED = nn.Parameter(torch.empty_like(self.weight_ED)) if config.noise else None
