@@ -38,6 +38,12 @@ _TRAINS = (
     "output_router_logits",
     "router_jitter_noise",
 )
+# keys of `model.peft_config` for initial weights and for loading; `lora_dropout` is one of _TRAINS, others must agree
+_NEUTRAL_PEFT = (
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "inference_mode"),
+    *("base_model_name_or_path", "revision", "auto_mapping", "peft_type", "peft_version", "task_type"),
+    *("runtime_config", "megatron_config", "megatron_core"),
+)
 _SAME_NORM = ("low_precision_", "triton_")  # layernorm and low_precision_layernorm are one formula
 
 # The keys of MoEConfig at a resume. Of a gate's own keys those in `Gate.MAY_CHANGE` may change, the others must agree.
@@ -189,11 +195,18 @@ def _readable(there: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any]:
-    config = getattr(getattr(model, "module", model), "config", None)
+    model = getattr(model, "module", model)
+    config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return {}
     ignored = {*PretrainedConfig().to_dict(), *_NEUTRAL} - set(_COMPUTES)
-    return _flat(config.to_dict(), ignored)
+    found = _flat(config.to_dict(), ignored)
+    for name, adapter in (getattr(getattr(model, "model", None), "peft_config", None) or {}).items():
+        where = "peft_config" if name == "default" else f"peft_config.{name}"
+        for key, value in adapter.to_dict().items():
+            if key not in _NEUTRAL_PEFT:
+                found[f"{where}.{key}"] = _plain(sorted(value) if isinstance(value, set) else value)
+    return found
 
 
 def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> dict[str, Any]:

@@ -171,6 +171,39 @@ def layer_of(**keys: Any) -> MoELayer:
     return MoELayer(8, from_yaml, device="meta")
 
 
+def with_peft(**keys: Any) -> Any:
+    """LLM Foundry's model of a run with `model.peft_config`: `to_dict` of peft's `LoraConfig` has sets."""
+    keys = {"r": 2, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": {"q_proj", "v_proj"}, **keys}
+    adapter = SimpleNamespace(to_dict=lambda: {"alpha_pattern": {}, "use_rslora": False, "revision": None, **keys})
+    model = torch.nn.Module()
+    model.config, model.model = PretrainedConfig(), SimpleNamespace(peft_config={"default": adapter})
+    return SimpleNamespace(model=model, optimizers=[], precision="fp32", train_dataloader=None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora_alpha", 64),
+        ("use_rslora", True),
+        ("target_modules", {"q_proj"}),
+        ("alpha_pattern", {"q_proj": 64}),
+        ("a_key_of_a_later_version", 1),
+    ],
+)
+def test_adapters_of_peft_that_compute_something_else_are_refused(key: str, value: Any) -> None:
+    there, here = (describe_model(with_peft(**keys).model) for keys in ({"a_key_of_a_later_version": 0}, {key: value}))
+    check_model(there, there)
+    with pytest.raises(ValueError, match=rf"model\.peft_config\.{key} \(.*\): the checkpoint was trained with"):
+        check_model(here, there)
+
+
+def test_dropout_of_pefts_adapters_may_change_with_a_line_and_their_source_without() -> None:
+    before, after = with_peft(), with_peft(lora_dropout=0.1, revision="main", target_modules={"v_proj", "q_proj"})
+    check_model(describe_model(after.model), describe_model(before.model))
+    (line,) = training_changes(describe_training(after), describe_training(before))
+    assert line.startswith("peft_config.lora_dropout: this run sets 0.1")
+
+
 def test_a_text_with_line_breaks_is_the_same_in_a_checkpoint_that_is_read() -> None:
     here = describe_model(SimpleNamespace(config=PretrainedConfig(note="two\nlines\tand \u00a0")))
     assert here["note"] == "two\\nlines\\tand \\xa0"
