@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from foundry_moe.config import refuse_other_parallelism
 from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
@@ -120,7 +121,7 @@ class BatchContext:
         self._given: ForwardPass | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
         self._backward: _Backward | None = None
-        self._warned = False
+        self._warned = self._checked = False
 
     def loss_scale(self, device: torch.device) -> Tensor:
         """`auxiliary_scale`, else d(what is differentiated) / d(loss): a trainer weighs microbatches and scales fp16.
@@ -248,7 +249,7 @@ class BatchContext:
                 module.register_forward_pre_hook(begin, with_kwargs=True)
                 module.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, takes: Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._backward is not None and not _in_backward():
             self._end_backward()  # it has failed
         found = inherit(read_call(takes, args, kwargs), self._pass)
@@ -267,6 +268,10 @@ class BatchContext:
         )
         if self._pass.token_ids_BS is not None:
             self.loss_scale(self._pass.token_ids_BS.device)  # a compiled graph would make it a constant
+        if not self._checked:
+            # once; algorithms of Composer check it before the model is wrapped
+            refuse_other_parallelism(tensor_parallel=False, fsdp_version="1" if _by_fsdp1(module) else "2")
+            self._checked = True
 
     def _end(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         ended = self._pass
@@ -409,6 +414,16 @@ _NO_LOSS = (
 def _zero_without(targets: Tensor | None, value: Tensor) -> Tensor:
     """A copy, zero where there are no targets: a mean over none is NaN, as is a batch's share of none."""
     return value.clone() if targets is None else value.masked_fill(targets == 0, 0)
+
+
+def _by_fsdp1(model: nn.Module) -> bool:
+    """Whether FSDP1 wraps the model or parts of it, as seen in its forward pass.
+
+    Parameters of parts are marked as flattened. Those of the whole are then plain tensors, or no parameters at all.
+    """
+    flat = [getattr(p, "_fsdp_flattened", False) for p in model.parameters()]
+    whole = bool(getattr(model, "_is_fsdp_managed_module", False))  # by FSDP2, too
+    return any(flat) or (whole and not any(isinstance(p, nn.Parameter) for p in model.parameters()))
 
 
 def _in_backward() -> bool:

@@ -10,11 +10,10 @@ from llmfoundry.layers_registry import attention_implementations
 from llmfoundry.models.mpt.configuration_mpt import MPTConfig
 from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig, refuse_other_parallelism
+from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Gate
@@ -112,7 +111,6 @@ class DMoECausalLM(ComposerMPTCausalLM):
             for module in self.model.modules():
                 if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
                     module.attn_fn = attention_implementations.get(_ATTENTION)
-        self._parallelism_checked = False
         if not apply_dmoe(self.model, config):
             raise UserError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
 
@@ -125,11 +123,6 @@ class DMoECausalLM(ComposerMPTCausalLM):
         return moe_layers(self.model)[0].context
 
     def forward(self, batch: MutableMapping) -> Any:
-        if not self._parallelism_checked:
-            # once, for Composer's Trainer without one of our algorithms, which check it before the model is wrapped
-            fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in self.modules())
-            refuse_other_parallelism(tensor_parallel=False, fsdp_version="1" if fsdp1 else "2")
-            self._parallelism_checked = True
         # A mask of ones has no effect, and without it attention uses torch's flash kernels. MPT reads the mask on the
         # host anyway, to refuse padding on the left.
         mask = batch.get("attention_mask")

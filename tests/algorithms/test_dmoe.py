@@ -15,13 +15,12 @@ from composer import Trainer
 from composer.core import Event
 from composer.utils import FSDP2Config, FSDPConfig
 
-from foundry_moe.algorithms.dmoe import DMoE
+from foundry_moe.algorithms.dmoe import DMoE, apply_dmoe
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import moe_layers, num_active_params, num_params
-from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.same_run import describe_experts
 from tests.helpers.training import MOE, batches, fit, llama, mpt
 
@@ -129,9 +128,22 @@ def test_fsdp1_is_refused_whoever_starts_the_run(name):
         algorithm.apply(Event.INIT, state, None)
 
 
-def test_a_model_entry_that_fsdp1_wrapped_without_our_algorithms_is_refused(monkeypatch):
-    model = mpt()
-    monkeypatch.setattr("foundry_moe.models.mpt.FullyShardedDataParallel", MoELayer)  # FSDP1 does not run on a CPU
+def converted_by_hand():
+    model = llama()
+    apply_dmoe(model, MoEConfig(**MOE))
+    return model
+
+
+@pytest.mark.parametrize("wrapped", ["whole", "a part"])
+@pytest.mark.parametrize("build", [converted_by_hand, mpt])
+def test_a_model_that_fsdp1_wrapped_without_our_algorithms_is_refused(build, wrapped):
+    """FSDP1 does not run on a CPU: its marks on parameters, as `test_gpus` finds them in a forward pass."""
+    model = build()
+    if wrapped == "a part":
+        moe_layers(model)[0].gate.weight_ED._fsdp_flattened = True
+    for module in model.modules() if wrapped == "whole" else ():
+        module._is_fsdp_managed_module = True
+        module._parameters.update({name: p.detach() for name, p in module._parameters.items() if p is not None})
     with pytest.raises(ValueError, match=r"FSDP_VERSION \(1\): dMoE layers need FSDP2"):
         model(next(iter(batches())))
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from foundry_moe.commands.verify.rows import difference
 from foundry_moe.config import MeshConfig, MoEConfig
@@ -108,6 +110,19 @@ def time_limits(meshes: list[tuple[int, int, int]]) -> dict[str, float]:
         for number, group in enumerate([*groups, *built.token_groups]):
             limits[f"{(replicate, shard, expert)}, {number}"] = group_timeout(group).total_seconds()
     return limits
+
+
+def wrapped_by_fsdp1() -> list[str]:
+    """On a GPU: the error of a model that FSDP1 wraps, as a whole or by blocks too, with its parameters kept or not."""
+    sentences = []
+    for policy, keep in product((None, ModuleWrapPolicy({MoELayer})), (True, False)):
+        model = small_training.build_model(CASES[0], torch.float32, torch.device("cuda"))
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=keep)
+        try:
+            wrapped(torch.zeros(1, 4, dtype=torch.long, device="cuda"))
+        except ValueError as error:
+            sentences.append(str(error))
+    return sentences
 
 
 def wait_for_ever() -> None:

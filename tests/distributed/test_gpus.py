@@ -142,6 +142,11 @@ def test_weights_from_meta_are_those_drawn_whole(two: dict[str, Any]) -> None:
     assert two["gaps"] == [0.0] * len(MESHES)
 
 
+def test_fsdp1_is_refused_in_the_first_forward_pass() -> None:
+    sentences = launch(1, parity_worker.wrapped_by_fsdp1)[0]
+    assert len(sentences) == 4 and all("dMoE layers need FSDP2" in sentence for sentence in sentences)
+
+
 def test_one_gpu_resumes_as_if_uninterrupted(one: dict[str, Any]) -> None:
     check_continues(one["parted"], one["whole"])
 

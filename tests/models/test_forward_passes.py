@@ -146,6 +146,8 @@ def scaled(model: Any, how: str) -> Tensor:
         return model(**A).loss / 4
     if how == "num_items_in_batch":
         return model(**A, num_items_in_batch=4 * int((A["labels"][:, 1:] != -100).sum())).loss
+    if how == "GradScaler":
+        return torch.amp.GradScaler("cpu", init_scale=0.25).scale(model(**A).loss)
     if how == "tracked":
         return batch_context(model).track_scale(backbone_and_head(model, A)) / 4
     wrapped = Wrapper(model)
@@ -153,7 +155,7 @@ def scaled(model: Any, how: str) -> Tensor:
     return wrapped(**A).loss / 4
 
 
-@pytest.mark.parametrize("how", ["divided", "num_items_in_batch", "tracked", "observed wrapper"])
+@pytest.mark.parametrize("how", ["divided", "num_items_in_batch", "GradScaler", "tracked", "observed wrapper"])
 def test_auxiliary_losses_are_scaled_as_the_loss_is(how, recwarn):
     models = [build(**LOSSES), build(**LOSSES)]
     models[0](**A).loss.backward()
