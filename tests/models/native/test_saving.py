@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from composer.models import HuggingFaceModel
+from llmfoundry.callbacks.hf_checkpointer import HuggingFaceCheckpointer
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.layers.lookup import moe_layers
 from tests.helpers.exporting import mpt, of_hugging_face
 from tests.helpers.families import small
+from tests.helpers.training import fit
 
 IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -58,20 +62,18 @@ def test_called_with_a_configuration_the_class_makes_the_family_as_llm_foundry_d
     torch.testing.assert_close(logits(second), logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_selection_biases_leave_in_fp32_if_the_state_dict_is_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
-    """As `hf_checkpointer` with `precision: bfloat16` rounds it."""
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_selection_biases_leave_in_fp32_through_a_checkpointer_that_rounds(precision: str, tmp_path: Path) -> None:
     model: Any = of_hugging_face("deepseek_v3")
     for layer in moe_layers(model):
         layer.gate.get_buffer("bias_E").uniform_(4.99, 5.01)
-    second = type(model)(copy.deepcopy(model.config))
-    second.load_state_dict({name: tensor.to(dtype) for name, tensor in model.state_dict().items()}, assign=True)
-    second.save_pretrained(tmp_path)
-    there = load_file(tmp_path / "model.safetensors")
+    checkpointer = HuggingFaceCheckpointer(str(tmp_path), save_interval="1ba", precision=precision)
+    fit(HuggingFaceModel(model, shift_labels=True), algorithms=[GateSteps()], duration="1ba", callbacks=[checkpointer])
+    there = load_file(tmp_path / "huggingface" / "ba1" / "model.safetensors")
     for layer in moe_layers(model):
         gate = f"model.layers.{layer.layer_index}.mlp.gate"
         assert torch.equal(there[f"{gate}.e_score_correction_bias"], layer.gate.get_buffer("bias_E"))
-        assert there[f"{gate}.weight"].dtype == dtype
+        assert there[f"{gate}.weight"].dtype == getattr(torch, precision)
 
 
 def test_other_biases_of_a_state_dict_are_saved_as_they_are() -> None:
