@@ -14,8 +14,6 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
 )
 
 from foundry_moe import MoEConfig, MoELayer, apply_dmoe
@@ -169,14 +167,6 @@ def test_a_block_with_other_parameters_is_refused_by_their_names() -> None:
             MoEConfig(num_experts=4),
             blocks={"layers.*": {"w1": "linear1", "w2": "linear2", "activation": "relu"}},
         )
-
-
-def test_an_opt_layer_is_not_taken_for_its_feed_forward_block() -> None:
-    """OPT has the two linear maps in the decoder layer itself."""
-    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
-    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=16))
-    with pytest.raises(ValueError, match=r"\(OPTDecoderLayer\) also holds self_attn"):
-        apply_dmoe(model, MoEConfig(num_experts=4))
 
 
 @pytest.mark.parametrize(
