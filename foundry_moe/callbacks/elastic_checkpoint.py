@@ -19,7 +19,12 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.composer_checkpoints import load_elsewhere
 from foundry_moe.callbacks.data_order import enter_datamix, fix_order
-from foundry_moe.callbacks.elastic_state import check_storable, reseed, restore_optimizers
+from foundry_moe.callbacks.elastic_state import (
+    check_storable,
+    continue_progress_bars,
+    reseed,
+    restore_optimizers,
+)
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, start_from
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
@@ -179,6 +184,7 @@ class ElasticCheckpoint(Callback):
                 raise RunComplete(0)
         fix_order(state)
         enter_datamix(state, logger)
+        continue_progress_bars(state, logger)
         self.checkpoints.start_interval(state)
         self._watch.signals.newest = lambda: self.checkpoints.committed
         self._watch.start(state)

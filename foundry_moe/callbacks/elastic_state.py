@@ -299,6 +299,17 @@ def restore(state: State, loaded: dict[str, Any], logger: Logger, *, keep_settin
         restore_optimizers(state, loaded["optim"], keep_settings=keep_settings)
 
 
+def continue_progress_bars(state: State, logger: Logger) -> None:
+    """Shows the progress of a resumed run: Composer begins a bar where an epoch begins, and counts from 0."""
+    for display in logger.destinations:
+        if isinstance(display, ProgressBarLogger) and state.timestamp.batch.value:
+            display.epoch_start(state, logger)
+            if display.train_pbar is not None:
+                bar = display.train_pbar.pbar
+                bar.n = bar.initial = bar.last_print_n = int(getattr(state.timestamp, display.train_pbar.timestamp_key))
+                bar.refresh()
+
+
 def restore_optimizers(state: State, optim: Mapping[str, Any], *, keep_settings: bool) -> None:
     """Restores the optimizers' state; with `keep_settings` only that of the parameters.
 

@@ -1,4 +1,4 @@
-"""The phases of a resume add up to the age of the process."""
+"""A resume logs its phases, which add up to the age of the process, and continues the progress bar."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.helpers.line import Line
 
 
 def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) -> None:
+    console = (tmp_path / "console").open("w+")
+
     def fit(batches: int) -> None:
         Trainer(
             model=Line(),
@@ -24,14 +26,18 @@ def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) ->
             max_duration=f"{batches}ba",
             device="cpu",
             run_name="line",
-            callbacks=[ElasticCheckpoint(folder=str(tmp_path))],
-            progress_bar=False,
+            callbacks=[ElasticCheckpoint(folder=str(tmp_path / "run"))],
+            progress_bar=True,
+            console_stream=console,
         ).fit()
 
     fit(1)
     assert "First batch after the resume" not in caplog.text
+    console.truncate(0)
     with caplog.at_level(logging.INFO):
         fit(3)
+    console.seek(0)
+    assert re.search(r"train .* 1/3 ", console.read())
     age_s = time.time() - psutil.Process().create_time()
     (said,) = re.findall(r"since this process began: ([\d.]+) s \((.*)\)\.", caplog.text)
     (resumed,) = [one for one in caplog.records if one.getMessage().startswith("Resumed at batch 1 from ")]
