@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from composer import Callback, State, Trainer
+from composer import Callback, State, Timestamp, Trainer
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -82,3 +84,19 @@ def test_the_training_command_ends_with_exit_code_3_and_one_sentence(tmp_path) -
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "the last 2 batches were not finite, from batch 2 on" in said[0], done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_three_rewinds_to_one_checkpoint_and_no_fourth(tmp_path) -> None:
+    callback = ElasticCheckpoint(folder=str(tmp_path), on_nonfinite="rewind")
+    loaded = SimpleNamespace(step=4, state={})
+    callback._checkpoints = SimpleNamespace(wait=lambda _: None, load=lambda *_: loaded)
+    callback._watch = SimpleNamespace(describe=lambda: "batch 7 was not finite", forget_bad_batches=lambda: None)
+    state = SimpleNamespace(timestamp=Timestamp(batch=7))
+    rewind = partial(callback._rewind, state, SimpleNamespace(log_metrics=lambda _: None))
+    for _ in range(3):
+        rewind()
+    loaded.step = 6  # another checkpoint: a new count
+    rewind()
+    loaded.step = 4
+    with pytest.raises(NonfiniteError, match=r"batch 7 was not finite\. 3 rewinds to batch 4 did not help"):
+        rewind()

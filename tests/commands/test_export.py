@@ -325,9 +325,11 @@ def test_a_tokenizer_goes_along_or_is_asked_for(tiny_text: Path, tmp_path: Path,
     assert (tmp_path / "out" / "tokenizer.json").is_file() and config["eos_token_id"] == config[
         "bos_token_id"
     ] is not None
-    small_run = commit(mpt(), tmp_path / "other")
+    tokens = len(AutoTokenizer.from_pretrained(tiny_text / "tokenizer"))
+    small_run = commit(mpt(vocab_size=tokens - 1), tmp_path / "other")  # one token too few
     assert export(small_run, tmp_path / "other_out", "--tokenizer", tiny_text / "tokenizer") == 2
-    assert "give the tokenizer of this model" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"it has {tokens} tokens, and the model {tokens - 1}: give the tokenizer of this model" in told
 
 
 def test_the_tokenizer_of_the_run_leaves_with_its_tokens_template_side_and_length(
