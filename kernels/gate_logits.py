@@ -210,9 +210,10 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     """x Wᵀ, fp32 [T, E].
 
     Args:
-        x_TD: contiguous bf16 (in Triton's interpreter fp32).
-        weight_ED: contiguous, of x's dtype or fp32.
+        x_TD: bf16 (in Triton's interpreter fp32).
+        weight_ED: of x's dtype or fp32.
     """
+    x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     tokens, width = x_TD.shape
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)

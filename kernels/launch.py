@@ -116,7 +116,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     # The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a map's box. One flat
     # list without calls, which takes half the time of one with a tuple for each argument. The first entry of an
     # argument gives its length, and None ends the constants' names, so that different arguments have different keys.
-    entries = [id(kernel), device, *constants, None, *constants.values()]
+    entries = [kernel.fn, device, *constants, None, *constants.values()]
     for argument in arguments:
         kind = type(argument)
         if kind is int:
@@ -128,7 +128,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         else:
             entries += argument.dtype, argument.data_ptr() % 16 == 0
     key = tuple(entries)
-    found = _known.get(key)
+    try:
+        found = _known[key]
+    except KeyError:
+        found = None
     if found is None:
         compiled = kernel[grid](*[a[0](*a[1:]) if type(a) is tuple else a for a in arguments], **constants)
         if hasattr(compiled, "function"):

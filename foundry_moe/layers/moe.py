@@ -6,6 +6,7 @@ Shapes: T tokens, D model width, E experts (of the whole layer), K choices per t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -199,7 +200,7 @@ class MoELayer(nn.Module):
 
     def choose(self, x: Tensor) -> tuple[Choices, Tensor | None]:
         """The gate's choices, and mask_T: True for real tokens; None = all are real."""
-        x_TD = x.reshape(-1, self.d_model)
+        x_TD, device_type = x.reshape(-1, self.d_model), x.device.type
         context = self.context.for_tokens(
             x_TD.shape[0],
             layer=self.layer_index,
@@ -211,7 +212,7 @@ class MoELayer(nn.Module):
             device=x.device,
             needs_mask=self._needs_mask,
         )
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
             return self.gate(x_TD, context), context.mask_T
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:

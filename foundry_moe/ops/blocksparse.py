@@ -563,7 +563,8 @@ def plan_experts(
     else:
         hopper_computes = stacked and takes_hopper(x_TD.device, x_TD.dtype, w2.shape[1], w2.shape[2])
         kernels = "hopper" if hopper_computes else "portable"
-        offsets_E, table = plan.offsets_E, _table(plan.offsets_E, plan.num_rows, kernels, widths)
+        make = _table if is_traced(x_TD) else _table.eager
+        offsets_E, table = plan.offsets_E, make(plan.offsets_E, plan.num_rows, kernels, widths)
     return ExpertPlan(
         plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
     )

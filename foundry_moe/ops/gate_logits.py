@@ -9,6 +9,7 @@ Shapes: T tokens, D model width, E experts.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter = NO_JITTER) -> 
     Args:
         jitter: multiplies x by random factors first: `noise.jitter` without its tensor.
     """
-    with torch.autocast(x_TD.device.type, enabled=False):
+    device_type = x_TD.device.type
+    with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
         return _gate_logits(x_TD, weight_ED, jitter)
 
 
@@ -40,13 +42,8 @@ def _takes(x_TD: Tensor, weight_ED: Tensor, *_: Any) -> bool:
     return on_gpu(torch.bfloat16)(x_TD) and weight_ED.dtype in (torch.bfloat16, torch.float32)
 
 
-def _triton(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
-    """See `foundry_moe_kernels.gate_logits.gate_logits`."""
-    return kernels.gate_logits(x_TD.contiguous(), weight_ED.contiguous(), jitter)
-
-
 def _plain(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
-    """The plain twin of `_triton`."""
+    """The plain twin of `foundry_moe_kernels.gate_logits.gate_logits`."""
     if jitter.keys_T is not None:
         x_TD = noise.jitter(x_TD, *jitter)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -78,7 +75,7 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
 
 _gate_logits = twins(
     "gate_logits",
-    triton=_triton,
+    triton=kernels.gate_logits,
     plain=_plain,
     fake=lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0], dtype=torch.float32),
     takes=_takes,

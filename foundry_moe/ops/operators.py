@@ -220,10 +220,12 @@ def twins(
     call = operator(name, fake)(triton)
     if save is not None and backward is not None:
         call = differentiable(call, save, backward)
-    takes = takes or on_gpu()
+    eager, takes = call.eager, takes or on_gpu()
 
     def choose(*args: Any) -> Any:
-        return call(*args) if takes(*args) else plain(*args)
+        if not takes(*args):
+            return plain(*args)
+        return call(*args) if is_traced(args[0]) else eager(*args)
 
     choose.__doc__ = triton.__doc__
     choose.triton, choose.plain = call, plain  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ class Kernel:
     arg_names = ("x", "n", "A", "B")
 
     def __init__(self):
-        self.slow, self.fast = [], []
+        self.fn, self.slow, self.fast = self, [], []
 
     def __getitem__(self, grid):
         def run(*args, **constants):
@@ -75,7 +75,7 @@ def test_a_direct_launch_gives_tensor_maps_as_triton_gives_them(direct, monkeypa
     launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
 
     class Kernel:
-        arg_names = ("a", "n", "b", "C")
+        arg_names, fn = ("a", "n", "b", "C"), "function"
 
         def __getitem__(self, grid):
             def run(*args, **constants):
