@@ -33,11 +33,13 @@ _ALIGN_BYTES = 16
 def supported(*tensors: Tensor) -> bool:
     """Whether each tensor's memory meets a tensor map's rules: 16-byte aligned, unit last stride, 16-byte strides."""
     for tensor in tensors:
-        size = tensor.element_size()
-        if tensor.data_ptr() % _ALIGN_BYTES or tensor.stride(-1) != 1:
+        size = tensor.dtype.itemsize
+        *strides, last = tensor.stride()
+        if tensor.data_ptr() % _ALIGN_BYTES or last != 1:
             return False
-        if any(s * size % _ALIGN_BYTES or s * size >= _MAX_STRIDE_BYTES for s in tensor.stride()[:-1]):
-            return False
+        for stride in strides:
+            if stride * size % _ALIGN_BYTES or stride * size >= _MAX_STRIDE_BYTES:
+                return False
     return True
 
 

@@ -90,11 +90,10 @@ def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) 
 
 def supported(*tensors: Tensor) -> bool:
     """Whether the Hopper kernels take these operands: 16-bit floats on Hopper, rows of 16 bytes, no empty dimension."""
-    return (
-        all(t.dtype in (torch.bfloat16, torch.float16) and t.numel() > 0 for t in tensors)
-        and all(descriptors.device_supported(t.device) for t in tensors)
-        and descriptors.supported(*tensors)
-    )
+    for t in tensors:
+        if t.dtype not in (torch.bfloat16, torch.float16) or 0 in t.shape or not descriptors.device_supported(t.device):
+            return False
+    return descriptors.supported(*tensors)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ Shapes: T tokens, K choices, R rows, D model width, B rows of programs' blocks.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -127,10 +129,12 @@ def _gather_dots_kernel(dots_ptr, row_ptr, out_ptr, tiles, rows, assignments, BL
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < assignments)
 
 
+@functools.cache
 def _accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
+@functools.lru_cache(maxsize=256)
 def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
     """(tokens, columns, warps) of one program: 16 bytes per thread and load, four tokens in flight."""
     columns = min(next_power_of_2(width), 2048)

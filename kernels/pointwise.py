@@ -6,6 +6,7 @@ K choices.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -189,6 +190,14 @@ def _activation_backward_kernel(
         tl.store(dots_ptr + r, dots, mask=inside)
 
 
+@functools.lru_cache(maxsize=256)
+def _backward_tile(width: int) -> tuple[int, int]:
+    """Columns and rows of a program: the widest part that leaves the fewest threads idle, 768 as 3 x 256."""
+    wide = min((1024, 512, 256, 128), key=lambda part: cdiv(width, part) * part)
+    wide = min(wide, next_power_of_2(width))
+    return wide, max(1, 2048 // wide)
+
+
 def activation_backward_(
     dh_RF: Tensor,
     z_PRF: Tensor,
@@ -214,10 +223,7 @@ def activation_backward_(
     assert dh_RF.is_contiguous() and z_PRF.is_contiguous()
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
-        # the widest part that leaves the fewest threads idle: 768 as 3 x 256
-        wide = min((1024, 512, 256, 128), key=lambda part: cdiv(width, part) * part)
-        wide = min(wide, next_power_of_2(width))
-        block = max(1, 2048 // wide)
+        wide, block = _backward_tile(width)
         launch(
             _activation_backward_kernel, (cdiv(rows, block),),
             dh_RF, z_PRF, z_PRF if out is None else out, weights_TK, source_R, dots, offsets_E[-1:],

@@ -185,12 +185,12 @@ class Experts(ExpertsBase):
             part.copy_(whole[columns.start : columns.stop])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        weights = (self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED)
+        here = [self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED]
         if self.adapter_names:
-            weights += tuple(self.get_parameter(name) for names in self.adapter_names.values() for name in names)
+            here += [self.get_parameter(name) for names in self.adapter_names.values() for name in names]
         if self.local is unchanged:
-            return weights
-        return tuple([None if weight is None else self.local(weight) for weight in weights])
+            return tuple(here)
+        return tuple([None if weight is None else self.local(weight) for weight in here])
 
     def options(self, *tensors: Any) -> dict[str, Any]:
         """Biases and adapters."""

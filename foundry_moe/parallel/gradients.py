@@ -85,15 +85,15 @@ class LocalWeight:
 
     def _find_stored(self, module: nn.Module, *_: Any) -> None:
         """Notes parameters that load_state_dict replaced; those that FSDP2 installs for a pass have a smaller mesh."""
-        for name, parameter in module.named_parameters():
-            old = self.stored[name]
-            if isinstance(parameter, DTensor) and isinstance(old, DTensor) and parameter.device_mesh == old.device_mesh:
-                self.stored[name] = parameter
+        for name, old in self.stored.items():
+            new: nn.Parameter = getattr(module, name)
+            if isinstance(new, DTensor) and isinstance(old, DTensor) and new.device_mesh == old.device_mesh:
+                self.stored[name] = new
 
     def __call__(self, weight: Tensor) -> Tensor:
         if self.unsharded is not None:
             # during a pass FSDP2 replaces the parameters
-            name = next(name for name, parameter in self.unsharded.named_parameters() if parameter is weight)
+            name = next(name for name in self.stored if getattr(self.unsharded, name) is weight)
             return _TakeGradient.apply(weight, partial(_add_gradient, self.stored[name], self.scale))
         if isinstance(weight, DTensor):
             weight = weight.to_local()
