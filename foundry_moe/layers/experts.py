@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
-from foundry_moe.layers.dispatch import Dispatched, Dispatcher, PassThrough, compute_in_rounds
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher
 from foundry_moe.layers.init import normal_matrix, residual_std
+from foundry_moe.layers.rounds import PassThrough, compute_in_rounds
 from foundry_moe.ops import POINTWISE, Biases, expert_mlp
 from foundry_moe.ops.lora import Adapter, Adapters
 
@@ -29,7 +30,7 @@ class ExpertsBase(nn.Module):
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
 
-    `most_rounds`: the most rounds that a call has taken since this was set to one (see `layers/dispatch.py`).
+    `most_rounds`: the most rounds that a call has taken since this was set to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
     """
 

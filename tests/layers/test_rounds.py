@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from foundry_moe.layers.dispatch import compute_in_rounds
+from foundry_moe.layers.rounds import compute_in_rounds
 from foundry_moe.ops import expert_mlp, plan_permute
 
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 50, 3, 4, 8, 12
