@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint import Reader, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.training_state import Snapshotter, is_finite
 
@@ -62,3 +63,16 @@ def test_the_last_finite_commit_outlives_keep_and_is_resumed(tmp_path) -> None:
     assert [(key.generation, key.step) for key in engine.ledger.newest_first()] == [(1, 7), (0, 6)]
     named = CheckpointEngine(open_store(str(tmp_path))).load(state(), resume=6)
     assert named is not None and named.step == 6, "a step that is named is the user's choice"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_load_passes_over_a_newest_commit_that_is_not_finite(tmp_path) -> None:
+    engine = CheckpointEngine(open_store(str(tmp_path)), policy=Policy(asynchronous=False))
+    for step, value in ((1, 3.0), (2, NAN)):
+        engine.save({"model": {"w": torch.full((40, 40), value)}}, step)
+        assert engine.wait().error is None
+    for asked, step in ((None, 1), ("2", 2)):
+        into = {"model": {"w": torch.zeros(40, 40)}}
+        reader = Reader(tmp_path)
+        dcp.load(into, checkpoint_id=asked, storage_reader=reader)
+        assert reader.step == step and bool(into["model"]["w"].isfinite().all()) == (step == 1)
