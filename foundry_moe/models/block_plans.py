@@ -278,6 +278,11 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
             "leave it auto"
         )
+    if block.computes_more():
+        raise UserError(
+            f"init (upcycle): {name} ({type(block.module).__name__}) computes more than its linear maps and "
+            "activation, which its copies would not; use init: random"
+        )
     shards = config.shards_of(block.hidden_size, name)
     if block.biases and config.bias is False:
         raise UserError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")

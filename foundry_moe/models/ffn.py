@@ -9,7 +9,7 @@ Shapes: D model width, F width of the block.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ class DenseFFN:
     transposed: the maps hold [in, out], as GPT-2's `Conv1D` does.
     activation: a name in `foundry_moe.config.ACTIVATIONS`, or None where it is not one of them.
     dropout: of the block's output; experts have none.
+    act: the function of `activation`; None for a block that the user names.
     """
 
     module: nn.Module
@@ -36,6 +37,23 @@ class DenseFFN:
     transposed: bool
     activation: str | None
     dropout: float = 0.0
+    act: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def computes_more(self) -> bool:
+        """Whether the block's output for a token is not that of these parts: FalconH1 multiplies them by constants."""
+        weight = self.weight("w1")
+        if self.act is None or weight.is_meta:
+            return False
+        w1, *v1, w2 = (self.module.get_submodule(name) for name in self.names.values())
+        x_11D = torch.linspace(-1, 1, self.d_model, device=weight.device, dtype=weight.dtype).view(1, 1, -1)
+        training = {module: module.training for module in self.module.modules()}
+        y_11D = self.module.eval()(x_11D)
+        for module, mode in training.items():
+            module.training = mode
+        h_11F = self.act(w1(x_11D))
+        expected_11D = w2(h_11F * v1[0](x_11D) if v1 else h_11F)
+        return bool((y_11D - expected_11D).abs().max() > 0.01 * expected_11D.abs().max())  # bf16 rounds
 
     def weight(self, name: str) -> Tensor:
         return self.module.get_submodule(self.names[name]).get_parameter("weight")
@@ -132,6 +150,7 @@ def read_dense(module: nn.Module) -> DenseFFN | None:
                     transposed=kind == "Conv1D",
                     activation=_GATED.get(name or "") if len(roles) == 3 else name,
                     dropout=getattr(dropout, "p", dropout if isinstance(dropout, float) else 0.0),
+                    act=act,
                 )
     return None
 

@@ -108,6 +108,15 @@ def test_what_experts_do_not_compute_is_named(name: str) -> None:
         apply_dmoe(build(model_type, **keys), MoEConfig(num_experts=2, init="upcycle"))
 
 
+def test_a_block_that_multiplies_by_a_constant_is_refused() -> None:
+    """As FalconH1's, which transformers has since 4.53."""
+    model = build("llama")
+    block = model.model.layers[0].mlp
+    block.forward = lambda x_BSD: type(block).forward(block, x_BSD) * 0.9
+    with pytest.raises(ValueError, match=r"init \(upcycle\): model\.layers\.0\.mlp \(LlamaMLP\) computes more than"):
+        change(model)
+
+
 @pytest.mark.parametrize(("model_type", "supported"), [("llama", GLU), ("phi", MLP)])
 def test_every_activation_is_computed_or_named(model_type: str, supported: set[str]) -> None:
     exact = set()
