@@ -55,8 +55,9 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         return
     if not isinstance(state.fsdp_config, FSDP2Config):
         raise UserError(
-            "mesh needs FSDP2: give the run `fsdp_config: {}`, or pass parallelism_config={'fsdp': FSDP2Config()} to "
-            "Trainer (from composer.utils import FSDP2Config; Composer ignores a key `fsdp2`)"
+            "mesh needs FSDP2: give the run `fsdp_config: {}`, with FSDP_VERSION=2 in the environment if LLM Foundry's "
+            "own entry starts it, or pass parallelism_config={'fsdp': FSDP2Config()} to Trainer (from composer.utils "
+            "import FSDP2Config; Composer ignores a key `fsdp2`)"
         )
     _leave_unwrapped(state.model)
     placement = parallelize(
