@@ -65,18 +65,18 @@ class _Nothing(torch.autograd.Function):
 
 
 # what happens between dispatch and combine
-Stage = Callable[[Dispatched, AllToAllDispatcher], Dispatched]
+Stage = Callable[[Dispatched], Dispatched]
 
 
-def _between_ranks(rows: Dispatched, dispatcher: AllToAllDispatcher) -> Dispatched:
-    rows = dispatcher.receive(rows)
-    return dispatcher.send_back(_Nothing.apply(rows.x, rows.weights), rows)
+def _between_ranks(rows: Dispatched) -> Dispatched:
+    rows = rows.receive()
+    return rows.send_back(_Nothing.apply(rows.x, rows.weights))
 
 
-def _to_rows(rows: Dispatched, dispatcher: AllToAllDispatcher) -> Dispatched:
-    rows = dispatcher.receive(rows)
+def _to_rows(rows: Dispatched) -> Dispatched:
+    rows = rows.receive()
     assert rows.plan is not None
-    return dispatcher.send_back(unpermute(permute(rows.x, rows.plan), rows.weights, rows.plan), rows)
+    return rows.send_back(unpermute(permute(rows.x, rows.plan), rows.weights, rows.plan))
 
 
 def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, float]:
@@ -92,7 +92,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
     def forward(experts: Stage) -> Tensor:
-        return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher))
+        return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
 
     exchange = dispatcher.dispatch(x_TD, choices).exchange
     to, _ = exchange.stages[0]
@@ -131,7 +131,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
     def with_shared(meanwhile: bool) -> None:
         if meanwhile:
-            outputs = _to_rows(dispatcher.dispatch(x_TD, choices), dispatcher)
+            outputs = _to_rows(dispatcher.dispatch(x_TD, choices))
             shared_TD = shared()
             y_TD = dispatcher.combine(outputs) + shared_TD
         else:
@@ -169,7 +169,7 @@ def measure_layer(tokens: int, width: int, num_experts: int, top_k: int, hidden:
     dispatcher = AllToAllDispatcher((dist.group.WORLD,), num_experts=num_experts)
 
     def layer(backward: bool) -> None:
-        y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher))
+        y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
         if backward:
             for tensor in (x_TD, weights_TK, *experts.parameters()):
                 tensor.grad = None

@@ -7,12 +7,25 @@ Shapes: T tokens of this process, Q rows that its experts receive, K choices per
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops import PermutePlan, plan_permute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Tokens that are dispatched in rounds, and no tuple: FSDP2 must not cast combine weights.
+
+    tokens: of each round. choices: of all tokens.
+    """
+
+    dispatcher: Dispatcher
+    tokens: tuple[slice, ...]
+    choices: Choices
 
 
 class Dispatched(NamedTuple):
@@ -24,16 +37,22 @@ class Dispatched(NamedTuple):
     weights: [Q, K], combine weights; likewise.
     plan: which rows each local expert has; None while the choices travel.
     exchange: the dispatcher's record of rows that travel; None = they do not.
-    rounds: the tokens of each round, if they are dispatched one part after the other. Then `x` is x_TD, undispatched,
-        and `choices` are those of all tokens. `choices` is no tuple: FSDP2 must not cast combine weights.
+    parts: given if tokens are dispatched one part after the other. Then `x` is x_TD, undispatched.
     """
 
     x: Tensor
     weights: Tensor | None = None
     plan: PermutePlan | None = None
     exchange: Any = None
-    rounds: tuple[slice, ...] = ()
-    choices: Choices | None = None
+    parts: Parts | None = None
+
+    def receive(self) -> Dispatched:
+        """Waits for the rows: x_QD, weights_QK and the plan."""
+        return self if self.exchange is None else self.exchange.receive(self)
+
+    def send_back(self, y_QD: Tensor) -> Dispatched:
+        """Starts to send the experts' results, already weighted, to the processes that have the tokens."""
+        return Dispatched(y_QD) if self.exchange is None else self.exchange.send_back(y_QD)
 
 
 class Dispatcher:
@@ -53,14 +72,6 @@ class Dispatcher:
         if plan is None:
             plan = plan_permute(choices.experts_TK, self.local_experts, choices.rows)
         return Dispatched(x_TD, choices.weights_TK, plan)
-
-    def receive(self, rows: Dispatched) -> Dispatched:
-        """Waits for the rows: x_QD, weights_QK and the plan."""
-        return rows
-
-    def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
-        """Starts to send the experts' results, already weighted, to the processes that have the tokens."""
-        return Dispatched(y_QD)
 
     def combine(self, results: Dispatched) -> Tensor:
         """Waits for the results: y_TD, the sum over each token's rows."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
-from foundry_moe.layers.dispatch import Dispatched, Dispatcher
+from foundry_moe.layers.dispatch import Dispatched, Parts
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.rounds import PassThrough, compute_in_rounds
 from foundry_moe.ops import POINTWISE, Biases, expert_mlp
@@ -62,18 +62,18 @@ class ExpertsBase(nn.Module):
         """What `expert_mlp` needs beside three weights and the settings here, from the other ones of `tensors`."""
         raise NotImplementedError
 
-    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
+    def forward(self, rows: Dispatched) -> Dispatched:
         """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
 
         Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
         """
         tensors = self.tensors()
-        if rows.rounds:
-            self.most_rounds = max(self.most_rounds, len(rows.rounds))
-            return Dispatched(self._in_rounds(rows, dispatcher, tensors))
-        rows = dispatcher.receive(rows)
+        if rows.parts is not None:
+            self.most_rounds = max(self.most_rounds, len(rows.parts.tokens))
+            return Dispatched(self._in_rounds(rows, rows.parts, tensors))
+        rows = rows.receive()
         y_QD = expert_mlp(*self.operands(rows, tensors), **self.settings(*tensors[3:]))
-        return dispatcher.send_back(y_QD, rows)
+        return rows.send_back(y_QD)
 
     def operands(self, rows: Dispatched, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The first arguments of `expert_mlp`."""
@@ -87,20 +87,20 @@ class ExpertsBase(nn.Module):
         given = {"activation": self.activation, "backend": self.backend, "memory": self.memory}
         return {**given, **self.options(*tensors)}
 
-    def _in_rounds(self, rows: Dispatched, dispatcher: Dispatcher, tensors: tuple[Tensor | None, ...]) -> Tensor:
+    def _in_rounds(self, rows: Dispatched, parts: Parts, tensors: tuple[Tensor | None, ...]) -> Tensor:
         """y_TD."""
-        choices = rows.choices
-        assert choices is not None and rows.weights is not None
+        choices, dispatcher = parts.choices, parts.dispatcher
+        assert rows.weights is not None
 
         def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
             part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
-            received = dispatcher.receive(dispatcher.dispatch(x_TD, part, at_once=True))
+            received = dispatcher.dispatch(x_TD, part, at_once=True).receive()
             y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
-            return dispatcher.combine(dispatcher.send_back(y_QD, received))
+            return dispatcher.combine(received.send_back(y_QD))
 
         # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
         weights_TK = PassThrough.apply(rows.weights, choices.weights_TK)
-        return compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, tensors)
+        return compute_in_rounds(compute_round, parts.tokens, rows.x, weights_TK, tensors)
 
 
 def adapters_on() -> bool:

@@ -218,7 +218,7 @@ class MoELayer(nn.Module):
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
         rows = self.dispatcher.dispatch(x_TD, choices)
-        rows = self.experts(rows, self.dispatcher)
+        rows = self.experts(rows)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
         y_TD = self.dispatcher.combine(rows)
         return y_TD if shared_TD is None else y_TD + shared_TD

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from foundry_moe.layers.dispatch import Dispatched, Dispatcher
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher, Parts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
 from foundry_moe.ops.permute import plan_permute
@@ -73,6 +73,16 @@ class Exchange:
     def wait(self, message: str) -> Tensor:
         """The rows of a message that was started, once they have arrived."""
         return self._arrivals.pop(message)()
+
+    def receive(self, rows: Dispatched) -> Dispatched:
+        """See `Dispatched`."""
+        weights_QK, experts_QK = _ReceiveChoices.apply(rows.weights, self)
+        plan = plan_permute(experts_QK, self.dispatcher.local_experts, self.received_choices)  # while tokens travel
+        return rows._replace(x=_Wait.apply(rows.x, self, TOKENS), weights=weights_QK, plan=plan)
+
+    def send_back(self, y_QD: Tensor) -> Dispatched:
+        """See `Dispatched`."""
+        return Dispatched(_Start.apply(y_QD, y_QD, self, RESULTS), exchange=self)
 
 
 # A link is an empty tensor: the edge of the graph from the node that starts a message to the node that waits for it.
@@ -175,22 +185,14 @@ class AllToAllDispatcher(Dispatcher):
             # needed where weights need a gradient and tokens do not: FSDP2 reduces in the same order on all ranks only
             # if it finds a tensor with a gradient.
             choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK, plan=None)
-            return Dispatched(x_TD, weights_TK[:0], rounds=rounds, choices=choices)
+            parts = Parts(dispatcher=self, tokens=rounds, choices=choices)
+            return Dispatched(x_TD, weights_TK[:0], parts=parts)
         exchange = self.plan_exchange(counts_PP2, row_TC)
         return Dispatched(
             weights=_Start.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
             x=_Start.apply(x_TD, rows_SD[: exchange.sent], exchange, TOKENS),
             exchange=exchange,
         )
-
-    def receive(self, rows: Dispatched) -> Dispatched:
-        exchange = rows.exchange
-        weights_QK, experts_QK = _ReceiveChoices.apply(rows.weights, exchange)
-        plan = plan_permute(experts_QK, self.local_experts, exchange.received_choices)  # while tokens travel
-        return rows._replace(x=_Wait.apply(rows.x, exchange, TOKENS), weights=weights_QK, plan=plan)
-
-    def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
-        return Dispatched(_Start.apply(y_QD, y_QD, rows.exchange, RESULTS), exchange=rows.exchange)
 
     @torch.compiler.disable
     def combine(self, results: Dispatched) -> Tensor:

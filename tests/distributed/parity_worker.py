@@ -155,7 +155,7 @@ def _tokens(rank: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 def _run(dispatcher: Dispatcher, experts: Experts, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
     rows = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
-    return dispatcher.combine(experts(rows, dispatcher))
+    return dispatcher.combine(experts(rows))
 
 
 def _through(

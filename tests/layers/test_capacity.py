@@ -27,7 +27,7 @@ def dropless(layer, x_TD, experts_TK, weights_TK):
     """What the layer's experts make of choices of which none is dropped."""
     dispatcher = Dispatcher(layer.num_experts)
     rows = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
-    return dispatcher.combine(layer.experts(rows, dispatcher))
+    return dispatcher.combine(layer.experts(rows))
 
 
 @pytest.mark.parametrize(
