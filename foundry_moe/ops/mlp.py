@@ -85,7 +85,7 @@ def expert_mlp(
     else:
         backend = choose_backend(backend, x_TD.device, dtype)
     aligned = _aligned(x_TD, weights[2], widths)
-    read = weights  # by products
+    read, copied = weights, False  # read: by products
     if autocast:
         # kernels write the gradients of fp32 weights in fp32 themselves
         copied = backend == "blocksparse" and plan.capacity is None and adapters is None and aligned
@@ -105,7 +105,7 @@ def expert_mlp(
                     activation=activation, backend=backend, widths=widths, adapters=adapters, memory=memory,
                 )  # fmt: skip
     else:
-        copies = read if read is not weights else (None, None, None)
+        copies = read if copied else (None, None, None)
         if not aligned:
             x_TD = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
             weights, widths = _padded(weights, widths)
