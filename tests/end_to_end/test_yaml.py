@@ -12,7 +12,7 @@ from foundry_moe.cli import main
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 
 
-@pytest.mark.parametrize("entry", [pytest.param("command", marks=pytest.mark.quick), "script"])
+@pytest.mark.parametrize("entry", ["command", "script"])
 def test_llm_foundrys_own_entry_trains_our_yaml(entry, tiny_arguments, tmp_path):
     words = [BIN / "llmfoundry", "train"]
     if entry == "script":

@@ -14,8 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.quick
-
 
 def run(*words: str, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
@@ -40,6 +38,7 @@ def test_composer_script_trains_and_every_expert_has_tokens(launcher: tuple[str,
     assert len(shares) == 8 and 0 < min(shares) < max(shares) < 0.5 and sum(shares) == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.quick
 def test_converted_models_compute_what_they_did() -> None:
     output = run("examples/convert_hugging_face.py")
     differences = [float(number) for number in re.findall(r"largest difference of logits: (\S+)", output)]
@@ -61,6 +60,7 @@ def test_a_gate_of_ones_own_is_installed_and_found_by_its_name(tmp_path: Path) -
     assert all(1 <= number <= 4 for number in experts) and experts[-1] != experts[0]
 
 
+@pytest.mark.quick
 def test_a_pruned_layer_trains_back_to_the_dense_loss() -> None:
     output = run("examples/pruned_linear.py", TRITON_INTERPRET="0")
     dense, pruned, trained = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))

@@ -134,6 +134,9 @@ class _Dense(nn.Module):
         self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
         self.act_fn = nn.SiLU()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
 
 class _Block(nn.Module):
     """Norm, a causal running mean in place of attention, norm, FFN."""

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,9 @@ def rounding_errors(family: Family, device: str, dtype: torch.dtype) -> dict[str
     }
 
 
-def rows(device: str, dtype: torch.dtype) -> Iterator[tuple[Family, str, float]]:
+def rows(device: str, dtype: torch.dtype, of: Sequence[Family] | None = None) -> Iterator[tuple[Family, str, float]]:
     """For each class the way of its experts, and `differences` in fp32, or the ratio of 16-bit errors to eager's."""
-    for family in families():
+    for family in families() if of is None else of:
         if dtype is torch.float32:
             found = max(differences(build(family, device)).values())
         else:
@@ -184,10 +184,10 @@ def without_kernels(monkeypatch: Any) -> None:
         monkeypatch.setattr(f"{module}.blocksparse_available", lambda *_: False)
 
 
-def table() -> str:
+def table(of: Sequence[Family] | None = None) -> str:
     """Markdown: what the docs show. Figures are rounded up to a power of ten, so that they do not depend on the CPU."""
     lines = ["| transformers | class | flags | way on a GPU | within |", "|---|---|---|---|---|"]
-    for family, _, largest in rows("cpu", torch.float32):
+    for family, _, largest in rows("cpu", torch.float32, of):
         within = next(bound for bound in ("1e-6", "1e-5", "1e-4", "1") if largest < float(bound))
         gpu = _way_on_gpu(family)
         lines.append(f"| {family.model} | {family.experts.__name__} | {family.flags} | {gpu} | {within} |")

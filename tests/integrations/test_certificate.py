@@ -78,7 +78,12 @@ def test_16_bits_on_a_gpu_are_as_exact_as_in_eager(family, dtype):
 
 @pytest.mark.skipif(not NEWEST, reason="the table is of transformers 5.23")
 def test_rows_of_the_table_in_the_docs_are_these():
-    """To renew it: python -m tests.helpers.transformers_experts. Newer releases of transformers add classes."""
+    """To renew it: python -m tests.helpers.transformers_experts. Newer releases of transformers add classes.
+
+    An eighth of the rows: other tests here compute all classes.
+    """
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Experts |" in line]
+    families = {f"| {family.model} | {family.experts.__name__} ": family for family in FAMILIES}
+    of_row = [next(family for start, family in families.items() if row.startswith(start)) for row in rows]
     assert len(rows) >= 65
-    assert set(rows) <= set(certificate.table().splitlines())
+    assert certificate.table(of_row[::8]).splitlines()[2:] == rows[::8]
