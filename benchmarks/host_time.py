@@ -63,7 +63,8 @@ def main() -> None:
         stats = pstats.Stats(profiler)
         calls = stats.total_calls / PROFILED  # type: ignore[attr-defined]
         print(
-            f"{case}: {calls:.0f} calls a step, {medians[0] / medians[1]:.2f} of the dense FFN's host time", flush=True
+            f"{case}: {calls:.0f} calls per step, {medians[0] / medians[1]:.2f} of the dense FFN's host time",
+            flush=True,
         )
         stats.sort_stats("tottime").print_stats(30)
 

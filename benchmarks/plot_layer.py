@@ -31,7 +31,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def draw() -> Figure:
-    """Grouped bars, one pair a case, with the dense FFN of the same active arithmetic as a line at 1."""
+    """Grouped bars, one pair per case, with the dense FFN of the same active arithmetic as a line at 1."""
     times = read_times()
     figure = Figure(figsize=(7.2, 2.9))
     axes = figure.add_subplot()

@@ -83,7 +83,7 @@ def train(arguments: list[str]) -> int:
     if settings.get(_MICROBATCH, AUTO) == AUTO:
         run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks)
     if is_first_rank():
-        print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
+        print(f"run {arguments[0]}, overrides: {len(arguments) - 1}, processes: {ranks}", flush=True)
     if "log_config" not in run:
         sys.modules[train_with_foundry.__module__].log_config = record_config  # type: ignore[attr-defined]
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

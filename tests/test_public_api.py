@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import rlcompleter
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_the_names_of_type_checkers_are_those_of_completion():
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
     typed = {name.asname: node.module for node in imports for name in node.names if name.asname}
     assert typed == foundry_moe._PUBLIC and set(typed) < set(dir(foundry_moe))
+    complete = rlcompleter.Completer({"foundry_moe": foundry_moe}).complete
+    assert complete("foundry_moe.MoEL", 0) == "foundry_moe.MoELayer("
 
 
 @pytest.mark.quick

@@ -226,9 +226,18 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     total = num_params(model)
     active = getattr(model, "n_active_params", total) - idle
     vars(model)["n_active_params"] = active
-    shape: Any = getattr(getattr(model, "model", None), "config", None)
+    inner: Any = getattr(model, "model", None)
+    shape: Any = getattr(inner, "config", None)
     if not hasattr(model, "flops_per_batch") and hasattr(shape, "num_hidden_layers"):  # of Hugging Face, for MFU
-        each = partial(flops_per_token, active, layers=shape.num_hidden_layers, width=shape.hidden_size)
+        looked_up, multiplied = inner.get_input_embeddings(), inner.get_output_embeddings()
+        untied = multiplied is None or multiplied.weight is not looked_up.weight
+        heads = shape.num_attention_heads
+        each = partial(
+            flops_per_token,
+            active - (looked_up.weight.numel() if untied else 0),
+            layers=shape.num_hidden_layers,
+            width=heads * (getattr(shape, "head_dim", None) or shape.hidden_size // heads),
+        )
         vars(model)["flops_per_batch"] = partial(_flops_per_batch, each)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     counts = {"n_params": total, "n_active_params": active, "n_trainable_params": trained}

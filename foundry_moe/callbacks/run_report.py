@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad, at_interval
 from foundry_moe.layers.moe import DROPPED
-from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.schema import UserError, checks_keys
 
 _LOSS = "loss/train/total"
@@ -194,8 +193,8 @@ def _clock(state: State) -> tuple[int, float, float]:
 
 def _mfu_of_rate(state: State) -> float | None:
     """MFU of one token per second of all ranks; None without a GPU or a model that counts its active parameters."""
-    model = getattr(state.model, "module", state.model)
-    if not isinstance(model, DMoECausalLM) or not torch.cuda.is_available():
+    model: Any = getattr(state.model, "module", state.model)
+    if not hasattr(model, "flops_per_batch") or not torch.cuda.is_available():
         return None
     peak = get_gpu_flops_available(state)
     flops_per_token = model.flops_per_batch(state.batch) / state.batch["input_ids"].numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,43 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
         for path in run.get("code_paths") or ()
         if not Path(str(path)).exists()
     ]
-    for loader in ("train_loader", "eval_loader"):
-        if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
-            continue
-        dataset = section(run, loader, "dataset")
-        files = section(run, loader, "dataset", "hf_kwargs").get("data_files")
+    for where, dataset in _datasets(run):
+        files = section(dataset, "hf_kwargs").get("data_files")
         if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
-            found.append(f"{loader}.dataset.hf_kwargs.data_files ({files}): there is no such file; correct the path")
+            found.append(f"{where}.hf_kwargs.data_files ({files}): there is no such file; correct the path")
         local, split = dataset.get("local"), dataset.get("split")
         if not isinstance(local, str) or dataset.get("remote"):
             continue
         if not Path(local).is_dir():
             found.append(
-                f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
-                "the data (the demo's by `python examples/demo_data.py data/demo`) or correct the path"
+                f"{where}.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare the data "
+                "(the demo's by `python examples/demo_data.py data/demo`) or correct the path"
             )
         elif isinstance(split, str) and not (Path(local) / split).is_dir():
             there = sorted(path.name for path in Path(local).iterdir() if (path / "index.json").is_file())
             found.append(
-                f"{loader}.dataset.split ({split}): {local} has no such folder; "
+                f"{where}.split ({split}): {local} has no such folder; "
                 + (f"it has {', '.join(there)}" if there else "it has no data in MDS format at all")
             )
     name = section(run, "tokenizer").get("name")
     if isinstance(name, str) and _is_path(name) and not Path(name).exists():
         found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
     return found
+
+
+def _datasets(run: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each data set of the run, the streams of one by themselves, and the key where it is."""
+    for name in ("train_loader", "eval_loader"):
+        loaders: Any = run.get(name)
+        several = isinstance(loaders, Sequence) and not isinstance(loaders, str)
+        for where, loader in [(f"{name}.{i}", one) for i, one in enumerate(loaders)] if several else [(name, loaders)]:
+            if not isinstance(loader, Mapping):
+                continue
+            dataset = section(loader, "dataset")
+            yield f"{where}.dataset", dataset
+            streams = section(dataset, "streams")
+            for stream in streams:
+                yield f"{where}.dataset.streams.{stream}", section(streams, stream)
 
 
 def file_mistakes(run: Mapping[str, Any]) -> list[str]:
@@ -82,10 +94,7 @@ def _shards(dataset: Mapping[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
 
 def _short_samples(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each data set whose first sample has fewer tokens than its max_seq_len, which trains on fewer."""
-    for loader in ("train_loader", "eval_loader"):
-        if not isinstance(run.get(loader), Mapping):
-            continue
-        dataset = section(run, loader, "dataset")
+    for where, dataset in _datasets(run):
         (path, shards), length = _shards(dataset), dataset.get("max_seq_len", run.get("max_seq_len"))
         try:
             tokens = _tokens_of_first(path, shards[0], str(dataset.get("token_encoding_type", "int64")))
@@ -93,7 +102,7 @@ def _short_samples(run: Mapping[str, Any]) -> Iterator[str]:
             continue
         if isinstance(length, int) and tokens < length:
             yield (
-                f"{loader}.dataset.max_seq_len ({length}): the samples in {path} have {tokens} tokens; set max_seq_len "
+                f"{where}.max_seq_len ({length}): the samples in {path} have {tokens} tokens; set max_seq_len "
                 f"to {tokens}, or convert the data with --concat_tokens {length}"
             )
 
@@ -126,7 +135,7 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     model = section(run, "model")
     source = model.get("pretrained_model_name_or_path")
     if model.get("name") in MPTS:
-        size = model.get("vocab_size")
+        size = model.get("vocab_size", 50368)  # LLM Foundry's default
     elif source is None or model.get("allow_embedding_resizing"):
         return
     else:
@@ -135,15 +144,16 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
     if not isinstance(words, dict | list) or not isinstance(size, int):
         return
-    tokens = {word if isinstance(word, str) else str(word[0]) for word in words}
-    tokens |= {str(token.get("content")) for token in added or () if isinstance(token, dict)}
-    if len(tokens) > size:
-        fix = f"set model.vocab_size to {len(tokens)} or more"
+    ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
+    ids += [token.get("id") for token in added or () if isinstance(token, dict)]
+    tokens = 1 + max((number for number in ids if isinstance(number, int)), default=-1)
+    if tokens > size:
+        fix = f"set model.vocab_size to {tokens} or more"
         if source is not None:
             fix = "use the model's own tokenizer, or model.allow_embedding_resizing: true"
         yield (
-            f"tokenizer.name ({run['tokenizer']['name']}) has {len(tokens)} tokens, and the model has embeddings for "
-            f"{size}: {fix}"
+            f"tokenizer.name ({run['tokenizer']['name']}) has token ids up to {tokens - 1}, and the model has "
+            f"embeddings for {size} tokens: {fix}"
         )
 
 

@@ -34,6 +34,8 @@ def whole_paths(run: Mapping[str, Any], sentences: Iterable[str]) -> list[str]:
     """Sentences about the experts' keys, with whole paths."""
     path = moe_path(run)
     mesh = f"{path}.mesh" if section(run, *path.split(".")).get("mesh") is not None else "algorithms.dmoe_mesh"
+    if mesh == "algorithms.dmoe_mesh":  # which has no auto
+        sentences = [text.partition(", or mesh=auto")[0] for text in sentences]
     keys = {item.name for item in fields(MoEConfig)}
     found = (re.sub(r"(?<![\w.])mesh(?=\.)", mesh, text.replace("mesh=", f"{path}.mesh=")) for text in sentences)
     return [with_whole_key(path, text, keys) for text in found]

@@ -149,7 +149,10 @@ def test_flops_of_an_mpt_with_added_experts_are_those_of_one_built_with_them() -
 def test_flops_of_a_hugging_face_model_with_experts_are_of_the_parameters_that_a_token_passes() -> None:
     model = llama()
     fit(model, algorithms=[DMoE(**MOE)], duration="1ba")
-    each = 6 * model.n_active_params + 12 * 2 * 32 * 16  # 2 layers, width 32, 16 tokens
+    config = model.model.config
+    assert not config.tie_word_embeddings
+    multiplied = model.n_active_params - config.vocab_size * 32  # embeddings are looked up
+    each = 6 * multiplied + 12 * 2 * config.num_attention_heads * config.head_dim * 16  # 2 layers, 16 tokens
     assert model.flops_per_batch({"input_ids": torch.zeros(4, 16, dtype=torch.long)}) == 4 * 16 * each
 
 

@@ -163,7 +163,8 @@ def test_every_shipped_run_is_right(capsys, path):
 )
 def test_a_mesh_that_does_not_fit_the_gpus_is_refused(capsys, arguments, sentence):
     run = str(Path(__file__).parents[2] / "yamls/cluster/64x8gpu.yaml")
-    assert outcome(capsys, "check", run, "--gpus", "512")[0] == 0
+    for mesh in ((), ("model.moe.mesh=auto",)):
+        assert outcome(capsys, "check", run, "--gpus", "512", *mesh)[0] == 0
     code, _, error = outcome(capsys, "check", run, *arguments)
     assert code == 2 and sentence in error and error.count("\n") == 1
 

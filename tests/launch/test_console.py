@@ -46,7 +46,7 @@ def test_a_terminal_without_a_size_shows_a_progress_bar(monkeypatch) -> None:
         monkeypatch.setattr("sys.stderr", stderr)
         run = OmegaConf.create()
         set_console(run)
-        assert run.progress_bar
+        assert run.progress_bar and not run.log_to_console
         logger = ProgressBarLogger(stream=stderr)
         state = SimpleNamespace(dataloader_label="train", max_duration=Time.from_input("3ba"), dataloader_len=None)
         logger.init(state, None)
@@ -64,9 +64,11 @@ def test_a_terminal_without_a_size_shows_a_progress_bar(monkeypatch) -> None:
 def test_without_a_terminal_there_is_no_progress_bar(monkeypatch, tmp_path) -> None:
     with (tmp_path / "stderr").open("w") as file:
         monkeypatch.setattr("sys.stderr", file)
-        run = OmegaConf.create()
-        set_console(run)
-    assert run.progress_bar is False
+        run, reported = OmegaConf.create(), OmegaConf.create({"callbacks": {"run_report": {}}})
+        for one in (run, reported):
+            set_console(one)
+    assert (run.progress_bar, run.log_to_console) == (False, True)
+    assert (reported.progress_bar, reported.log_to_console) == (False, False)
 
 
 def test_the_configuration_goes_to_loggers_but_not_to_the_console(capsys) -> None:

@@ -15,6 +15,7 @@ from foundry_moe.commands import check as check_command
 from foundry_moe.launch import foundry_keys
 from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, plain
 from foundry_moe.launch.run_files import file_mistakes, missing_files
+from foundry_moe.launch.run_values import whole_paths
 from foundry_moe.schema import MistakesError
 from scripts import make_run_keys
 from tests.chaos.fuzz_yamls import run_cases
@@ -176,6 +177,14 @@ def test_a_monolithic_checkpoint_is_refused_with_fsdp2() -> None:
         check(saver, "fsdp_config={}")
 
 
+def test_auto_is_offered_where_the_mesh_can_be_auto() -> None:
+    told = "mesh.shard (2) does not fit the number of GPUs (3): override mesh.shard=3, or mesh=auto, with which"
+    (dense,) = whole_paths({"algorithms": {"dmoe_mesh": {"shard": 2}}}, [told])
+    assert dense.endswith("(3): override algorithms.dmoe_mesh.shard=3")
+    (experts,) = whole_paths({"model": {"moe": {"mesh": {"shard": 2}}}}, [told])
+    assert experts.endswith("override model.moe.mesh.shard=3, or model.moe.mesh=auto, with which")
+
+
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
@@ -200,6 +209,11 @@ def test_samples_shorter_than_the_sequence_are_a_sentence(column: str, tmp_path:
 
 
 def test_code_that_is_not_there_is_named() -> None:
+    streams = {"a": {"local": "/nowhere/a"}, "b": {"local": "/nowhere/b", "remote": "s3://bucket/b"}}
+    run = {"train_loader": {"dataset": {"streams": streams}}, "eval_loader": [{"dataset": {"local": "/nowhere/c"}}]}
+    first, second = missing_files(run)
+    assert first.startswith("train_loader.dataset.streams.a.local (/nowhere/a): there is no such folder")
+    assert second.startswith("eval_loader.0.dataset.local (/nowhere/c): there is no such folder")
     assert missing_files({"code_paths": ["/nowhere/mine.py"]}) == [
         "code_paths (/nowhere/mine.py): there is no such file; correct the path"
     ]
@@ -291,7 +305,7 @@ def test_a_limit_of_open_files_that_gloo_would_exceed_is_a_note(monkeypatch) -> 
 def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: int, accepted: bool, tmp_path: Path):
     words = {
         "model": {"vocab": {"a": 0, "b": 1, "<s>": 2}},
-        "added_tokens": [{"content": t} for t in ("<s>", "x", "y")],
+        "added_tokens": [{"content": "<s>", "id": 2}, {"content": "y", "id": 4}],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size if model == "folder" else 99}))
@@ -302,7 +316,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: 
     found = file_mistakes({"model": keys, "tokenizer": tokenizer})
     assert len(found) == (0 if accepted else 1)
     if found:
-        assert f"has 5 tokens, and the model has embeddings for {size}" in found[0]
+        assert f"has token ids up to 4, and the model has embeddings for {size} tokens" in found[0]
         mpt = {"name": "mpt_causal_lm", "vocab_size": size}
         assert "set model.vocab_size to 5 or more" in file_mistakes({"model": mpt, "tokenizer": tokenizer})[0]
         assert not file_mistakes({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})
