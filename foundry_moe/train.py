@@ -11,6 +11,7 @@ import argparse
 import atexit
 import faulthandler
 import os
+import re
 import signal
 import sys
 import traceback
@@ -42,6 +43,8 @@ from foundry_moe.schema import UserError, raise_mistakes, section
 
 USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
 _MICROBATCH = "device_train_microbatch_size"
+# of torch's allocator it is an error of its own
+_OUT_OF_MEMORY = re.compile("CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")
 _FIRST_BATCHES = 3  # the peak of memory comes by then: the optimizer's state exists from the first step on
 _COMPLETE = "No training would occur"  # in Composer's error for a run that has reached max_duration
 
@@ -241,7 +244,8 @@ def explain_out_of_memory(error: BaseException, run: Mapping[str, Any], ranks: i
     from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
     from foundry_moe.commands.plan.microbatch import out_of_memory
 
-    if not isinstance(error, torch.OutOfMemoryError):
+    elsewhere = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    if not isinstance(error, torch.OutOfMemoryError) and not elsewhere:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     trainer = next((own for frame in frames if isinstance(own := frame.f_locals.get("self"), Trainer)), None)

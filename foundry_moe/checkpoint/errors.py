@@ -11,14 +11,21 @@ from collections.abc import Iterable
 
 from foundry_moe.schema import UserError
 
-# an address other than a folder's; one slash is a slip for two
-_ADDRESS = re.compile(r"\b(?!(?:s3|gs|az|file):)([a-z][a-z0-9+.-]*:/+)([^\s\"'<>]+)", re.IGNORECASE)
+# an address; one slash is a slip for two. Those of folders have no query
+_ADDRESS = re.compile(r"\b(?!file:)([a-z][a-z0-9+.-]*:/+)([^\s\"'<>]+)", re.IGNORECASE)
+_FOLDER = re.compile(r"(?:s3|gs|az):/", re.IGNORECASE)
+
+
+FREE_SPACE = "free some space, for example by `foundry-moe checkpoints gc FOLDER --keep 1`, or lower `keep`"
 
 
 def without_secrets(text: str) -> str:
     """The text with user, password, query and fragment of each address replaced by `***`."""
 
     def public(found: re.Match[str]) -> str:
+        if _FOLDER.match(found[1]):
+            user, _, rest = found[2].partition("/")[0].rpartition("@")
+            return f"{found[1]}***@{rest}{found[2][len(user) + 1 + len(rest) :]}" if user else found[0]
         user, _, rest = found[2].rpartition("@")  # a password may hold the characters that end a host
         place, *hidden = re.split("[?#]", rest, maxsplit=1)
         end = re.search(r"[).,;:]*$", found[0])[0] if hidden else ""  # type: ignore[index]

@@ -144,7 +144,10 @@ def folder_problem(folder: str) -> str | None:
     if separator and scheme not in (*CLOUDS, "file"):
         return _unknown_scheme(scheme, rest)
     if separator and scheme in CLOUDS:
-        return None if rest.partition("/")[0] else f"it names no bucket: write {scheme}://bucket/run"
+        bucket = rest.partition("/")[0]
+        if "@" in bucket:
+            return f"its bucket has a user or password: give credentials in the environment and write {scheme}://bucket/run"
+        return None if bucket else f"it names no bucket: write {scheme}://bucket/run"
     if not separator and (slip := re.match(rf"(?i)({'|'.join(CLOUDS)}|file):/*", folder)):
         kind, rest = slip[1].lower(), folder[slip.end() :]
         right = f"file:///{rest}" if kind == "file" else f"{kind}://{rest}"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import FREE_SPACE, DeniedError, NotAnObjectError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key, folder_problem
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class FileStore(Store):
             return DeniedError(f"{where}: no permission ({error.strerror}); let user {os.getuid()} write there")
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             left = f"{error.strerror}, {self.free_bytes() or 0:,} bytes are free"
-            return StoreError(f"{where}: the disk is full ({left}); free some space or lower `keep`")
+            return StoreError(f"{where}: the disk is full ({left}); {FREE_SPACE}")
         return StoreError(f"{where}: {error.strerror or error}")
 
 

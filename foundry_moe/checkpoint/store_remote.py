@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotAnObjectError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import (
+    FREE_SPACE,
+    DeniedError,
+    ExistsError,
+    NotAnObjectError,
+    NotFoundError,
+    StoreError,
+)
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key, endpoint_problem
 
 T = TypeVar("T")
@@ -24,7 +31,7 @@ NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _MAKING = threading.Lock()  # boto3 clients must be created by one thread at a time
 _NO_BUCKET = (NotFoundError, "bucket {bucket!r} does not exist; create it or correct `folder`")
 _SKEWED = (DeniedError, "this machine's clock is far off; set it right, for example by NTP")
-_FULL = (StoreError, "the store is full ({code}); free some space or lower `keep`")
+_FULL = (StoreError, f"the store is full ({{code}}); {FREE_SPACE}")
 Codes = dict[str, tuple[type[StoreError], str]]  # for codes of a cloud's answer, an error with its message
 CODES: Codes = {  # of all clouds
     **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), _NO_BUCKET),

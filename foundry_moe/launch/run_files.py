@@ -71,14 +71,19 @@ def _is_path(name: str) -> bool:
 
 def _small_data(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence if the training data in MDS format on this machine has less than a batch."""
-    batch, (path, shards) = run.get("global_train_batch_size"), _shards(section(run, "train_loader", "dataset"))
-    if not shards or not isinstance(batch, int) or section(run, "train_loader").get("drop_last", True) is False:
+    batch, several = run.get("global_train_batch_size"), {"proportion", "repeat", "choose"}
+    trained = [data for where, data in _datasets(run) if where.startswith("train_loader.") and not data.get("streams")]
+    found = [_shards(data) for data in trained]
+    if not found or not all(shards for _, shards in found) or any(several & set(data) for data in trained):
         return
-    samples = sum(int(shard.get("samples", 0)) for shard in shards)
+    if not isinstance(batch, int) or section(run, "train_loader").get("drop_last", True) is False:
+        return
+    samples = sum(int(shard.get("samples", 0)) for _, shards in found for shard in shards)
     if samples < batch:
+        paths = ", ".join(str(path) for path, _ in found)
         yield (
-            f"train_loader.dataset ({path}) has {samples} samples, fewer than global_train_batch_size ({batch}): lower "
-            "it, or add data"
+            f"train_loader.dataset ({paths}) has {samples} samples, fewer than global_train_batch_size ({batch}): "
+            "lower it, or add data"
         )
 
 

@@ -98,6 +98,10 @@ def test_errors_and_texts_leave_passwords_out() -> None:
     said = f'no answer from "https://me:{SECRET}@host:9000/b" and HTTP://{SECRET}@other'
     assert without_secrets(said) == 'no answer from "https://***@host:9000/b" and HTTP://***@other'
     assert str(CheckpointError(said)) == without_secrets(said)
+    assert without_secrets(f"s3://me:{SECRET}@bucket/run, 2 GB") == "s3://***@bucket/run, 2 GB"
+    with pytest.raises(ValueError, match="its bucket has a user or password: give credentials") as error:
+        checkpoint_config({"folder": f"s3://me:{SECRET}@bucket/run"})
+    assert SECRET not in "".join(traceback.format_exception(error.value))
     for kept in ("s3://bucket/run@2: http://host/x", "s3://bucket/a?b#c is empty", "file:///a?b", "see http://h:1; or"):
         assert without_secrets(kept) == kept
     said = f"error sending request for url (https://h:1/b?sig={SECRET}&x=1) at ftp://h/a#{SECRET}, http:/h/?k={SECRET}"
@@ -135,11 +139,11 @@ def test_an_address_of_the_environment_with_a_query_is_said_without_it(monkeypat
 
 
 @pytest.mark.parametrize("variable", ["GOOGLE_BASE_URL", "AZURE_ENDPOINT"])
-def test_obstores_errors_are_said_without_a_query(monkeypatch, variable) -> None:
+def test_obstores_errors_are_said_without_a_query(monkeypatch, caplog, variable) -> None:
     monkeypatch.setenv(variable, f"http://127.0.0.1:1/x?token={SECRET}")
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
     monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
     with pytest.raises(StoreError) as error:
         open_store(f"{'gs' if 'GOOGLE' in variable else 'az'}://bucket/run", StoreOptions(**QUICK)).put("a", b"1")
-    assert SECRET not in str(error.value)
+    assert SECRET not in everything_said(error.value, caplog)

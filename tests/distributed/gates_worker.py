@@ -35,6 +35,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TOGETHER: dict[str, dict[str, Any]] = {
     "base": {"top_k": 1, "gate": {"name": "base"}, "loss": {}},
+    "base, no tokens": {"top_k": 1, "gate": {"name": "base"}, "loss": {}},
     "expert_choice": {"top_k": 2, "gate": {"name": "expert_choice"}, "loss": {"z": 0.01}},
 }
 # rank 0 of two has all tokens
@@ -47,7 +48,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 
 def case_of(name: str) -> Case:
     moe = {"num_experts": 8, "loss": LOSS, **(ALONE | TOGETHER | EMPTY)[name]}
-    return Case(name=name, moe=moe, microbatches=2, share=(1, 0) if name in EMPTY else (1,))
+    return Case(name=name, moe=moe, microbatches=2, share=(1, 0) if name.endswith("no tokens") else (1,))
 
 
 def on_meshes(names: list[str], meshes: list[tuple[int, int, int]]) -> list[dict[str, dict[str, Tensor]]]:

@@ -50,7 +50,8 @@ def test_only_the_first_batches_of_a_process_are_the_users(tmp_path, monkeypatch
     assert "out of memory in batch 5 " in train.explain_out_of_memory(resumed, run, 1), "of this process the first"
     assert train.explain_out_of_memory(ValueError("another"), run, 1) is None
     before = torch.OutOfMemoryError("CUDA out of memory.")
-    assert "out of memory before the first batch on a GPU" in train.explain_out_of_memory(before, run, 1)
+    for error in (before, RuntimeError("CUDA error: out of memory")):
+        assert "out of memory before the first batch on a GPU" in train.explain_out_of_memory(error, run, 1)
     evaluated = error_of(Full(2, "eval_before_forward"), eval_dataloader=batches(1), eval_interval="1ba")
     text = train.explain_out_of_memory(evaluated, {**run, "device_eval_batch_size": 9}, 1)
     assert text == "out of memory in an evaluation: lower device_eval_batch_size (9)"

@@ -326,7 +326,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: 
 def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last: bool, accepted: bool, tmp_path: Path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/index.json").write_text(json.dumps({"shards": [{"samples": 3}, {"samples": 4}]}))
-    loader = {"drop_last": drop_last, "dataset": {"local": str(tmp_path), "split": "train"}}
-    found = file_mistakes({"train_loader": loader, "global_train_batch_size": batch})
-    assert len(found) == (0 if accepted else 1)
-    assert accepted or "has 7 samples, fewer than global_train_batch_size (8)" in found[0]
+    data = {"local": str(tmp_path), "split": "train"}
+    for dataset in (data, {"streams": {"a": data}}):
+        loader = {"drop_last": drop_last, "dataset": dataset}
+        found = file_mistakes({"train_loader": loader, "global_train_batch_size": batch})
+        assert len(found) == (0 if accepted else 1)
+        assert accepted or "has 7 samples, fewer than global_train_batch_size (8)" in found[0]

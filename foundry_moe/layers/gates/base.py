@@ -32,7 +32,7 @@ class BaseGate(LinearGate):
     YAML: `gate: {name: base}`, with `top_k: 1` and `loss: {}`.
 
     Raises:
-        ValueError: `top_k` other than 1; in training, fewer tokens than experts.
+        ValueError: `top_k` other than 1; in training, fewer tokens than experts, as a mean of the processes.
     """
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"epsilon", "rounds"})
@@ -66,14 +66,14 @@ class BaseGate(LinearGate):
 
     def _assigned(self, logits_TE: Tensor, context: GateContext) -> Tensor:
         """int64 [T]; padding has no expert."""
-        tokens = logits_TE.shape[0]
+        real_T1 = torch.ones_like(logits_TE[:, :1]) if context.mask_T is None else context.mask_T[:, None]
+        rows_TX = torch.cat([logits_TE, real_T1.to(logits_TE.dtype)], dim=1)
+        rows_SX, give_back = context.shuffle(rows_TX, context.stream(_SHUFFLE))
+        tokens = rows_SX.shape[0]  # a rank may have none of its own
         if tokens < self.num_experts:
             raise UserError(
                 f"gate base assigns tokens evenly: {tokens} tokens are fewer than num_experts ({self.num_experts}); "
                 "raise the microbatch or the sequence length"
             )
-        real_T1 = torch.ones_like(logits_TE[:, :1]) if context.mask_T is None else context.mask_T[:, None]
-        rows_TX = torch.cat([logits_TE, real_T1.to(logits_TE.dtype)], dim=1)
-        rows_SX, give_back = context.shuffle(rows_TX, context.stream(_SHUFFLE))
         expert_S = assign(rows_SX[:, :-1], rows_SX[:, -1] > 0, epsilon=self.config.epsilon, rounds=self.config.rounds)
         return give_back(expert_S)
