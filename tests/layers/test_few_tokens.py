@@ -12,7 +12,7 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from tests.helpers.gates import GATE_IDS, GATES, WIDTH
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:gate expert_choice")]
+pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
 
 # of the input without D; [0] and [0, S] are what a rank without tokens has
 SHAPES = [(0,), (1,), (3,), (0, 4), (2, 0), (1, 1), (1, 3), (3, 1), (2, 1, 1), (0, 1, 2)]
@@ -40,7 +40,7 @@ def run(layer: MoELayer, ids: Tensor | None, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("capacity", [None, 1.25, "dynamic"])
+@pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.quick), 1.25, "dynamic"])
 @pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)
 def test_few_tokens_in_any_shape_are_computed_as_one_sequence(settings, top_k, capacity):
     for shape in SHAPES:
