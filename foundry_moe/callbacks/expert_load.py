@@ -110,7 +110,7 @@ class ExpertLoad(Callback):
         per_layer: log each layer's figures; `file` has them anyway.
         shares: log each expert's share; for few experts.
         file: where the JSON lines go (rank 0 writes them); a resumed run appends to them.
-        html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
+        html: where the page of `file` goes; `foundry-moe loads FILE.jsonl --html OUT` makes one at any time.
 
     Raises:
         ValueError: an unknown key, an invalid interval, or `html` without `file`.
