@@ -170,7 +170,7 @@ class LoRAConfig:
         targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2
             (down); auto = all of them. The others are frozen too.
         rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
-        start: a PEFT folder, such as `foundry-moe export --adapter` writes, whose adapters the run starts from. Of
+        start: a PEFT folder, such as `export --adapter` writes, whose adapters the run starts from. Of
             `algorithms.dmoe`; in Python call `foundry_moe.models.adapters.load_adapter(model, folder)`.
     """
 
