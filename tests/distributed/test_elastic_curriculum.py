@@ -36,7 +36,7 @@ def tokenizer(root: Path) -> dict[str, Any]:
     return {"name": str(root / "tokenizer"), "kwargs": {"model_max_length": LENGTH}}
 
 
-def test_a_curriculum_resumes_on_two_processes_at_the_boundary_and_in_the_second_datamix(tmp_path: Path) -> None:
+def test_a_curriculum_resumes_on_two_processes_in_both_datamixes_and_between_them(tmp_path: Path) -> None:
     first, second = dataset(tmp_path, 1), dataset(tmp_path, 2)
     duration = f"{MIX * BATCH * LENGTH}tok"
     workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
@@ -51,7 +51,7 @@ def test_a_curriculum_resumes_on_two_processes_at_the_boundary_and_in_the_second
         "scheduler.t_warmup": "0tok",
     }
     every = {"interval": "1ba"}
-    names = {"boundary": MIX, "second": MIX + 2}
+    names = {"first": 2, "boundary": MIX, "second": MIX + 2}
     whole, *_ = launch(
         1,
         run(tmp_path / "whole", (1, 1, 1), keys=every, **keys),
