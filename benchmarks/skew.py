@@ -96,7 +96,7 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
 
         def step() -> None:
             rows = dispatcher.dispatch(x_TD, choices)
-            dispatcher.combine(mlp(rows, dispatcher)).backward(gradient_TD)
+            dispatcher.combine(mlp(rows)).backward(gradient_TD)
 
         rows_P = sum_over_ranks(count_choices(experts_TK, experts)).view(ranks, -1).sum(1).double()
         return (rows_P.max() / rows_P.mean()).item(), *peak_and_time(step, (x_TD, weights_TK, *weights))

@@ -33,7 +33,7 @@ def peak_bytes(skew, top_k, buffer, *, crowd_first=False):
     weights_TK = torch.rand(TOKENS, top_k, requires_grad=True)
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
     with LiveBytes() as live:
-        dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher)).sum().backward()
+        dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices))).sum().backward()
     return live.peak, experts.most_rounds
 
 

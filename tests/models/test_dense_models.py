@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MptConfig, MptForCausalLM
 from transformers.activations import ACT2FN
 
 from foundry_moe import MoEConfig, apply_dmoe
@@ -75,7 +75,11 @@ GLU = MLP - {"relu2"}
 def build(model_type: str, **keys: Any) -> Any:
     torch.manual_seed(3)
     sizes = {key: value for key, value in SIZES.items() if (model_type, key) != ("falcon", "head_dim")}  # no setter
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **keys})).double().eval()
+    if model_type == "mpt":  # Composer registers LLM Foundry's configuration under this type
+        model = MptForCausalLM(MptConfig(**{**sizes, **keys}))
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **keys}))
+    model = model.double().eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
