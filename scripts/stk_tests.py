@@ -8,9 +8,9 @@ of ours, one for one. Without a GPU the tests run on the CPU, in Triton's interp
 plain torch). Needs absl-py.
 
 `--megablocks` names a copy of MegaBlocks (github.com/databricks/megablocks) and runs its tests of layers with sparse
-products, dMoE and GLU, in place of stk's. MegaBlocks skips them with Triton 3.2 and newer, where stk's kernels do not
-run: the tests read version 3.1. Its own kernels, which need a GPU, move rows; its CUDA extension (sort, histogram,
-cumulative sum, topology) is replaced by torch. Needs Composer.
+products, dMoE and GLU, in place of stk's. MegaBlocks skips them with Triton 3.2 and newer: the tests read version 3.1.
+Its own kernels, which need a GPU, move rows; its CUDA extension (sort, histogram, cumulative sum, topology) is replaced
+by torch. Needs Composer.
 """
 
 from __future__ import annotations

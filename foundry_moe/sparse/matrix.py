@@ -66,6 +66,8 @@ class Matrix:
             if table.dtype not in dtypes or table.dim() != 1:
                 kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise ValueError(f"{name} is {table.dtype} with {table.dim()} dimensions: it must be {kinds} with one")
+            if not table.is_contiguous():
+                raise ValueError(f"{name} is not contiguous: kernels read it as it lies; call contiguous() on it")
             if table.device != self.values.device:
                 raise ValueError(f"{name} is on {table.device}, the values are on {self.values.device}")
             if name.endswith("_Z") and table.shape[0] != index.blocks:
@@ -104,6 +106,8 @@ class Matrix:
         rows, columns = (mask_MN != 0).nonzero(as_tuple=True)
         if values is None:
             values = torch.zeros(len(rows), block, block, dtype=dtype, device=mask_MN.device)
+        if values.shape[1:] != (block, block):
+            raise ValueError(f"values are {list(values.shape)}, and block is {block}: [blocks, block, block]")
         return cls.from_csr(values, _offsets(rows, mask_MN.shape[0]), columns, mask_MN.shape[1] * block)
 
     @classmethod
