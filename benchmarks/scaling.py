@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--gpus 1 2 4] [--mesh 1,1,2 1,2,1] [--run olmoe_1b_7b] [--layers 7]
         [--microbatches 1] [--repeats 3] [--trace] [KEY=VALUE ...]
 
-Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences a GPU and
+Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences per GPU and
 microbatch. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
 replicas. With repeats every mesh runs once before any runs again, and a line has medians. `--trace` adds a launch
 that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. The host is
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from several_gpus import launched
 from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,8 +55,7 @@ def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = N
         *arguments.keys,
         *(["--trace", str(trace)] if trace else []),
     ]
-    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus)]
-    return [*launcher, "benchmarks/train_step.py", f"yamls/bench/{arguments.run}.yaml", *keys]
+    return [*launched(gpus, "benchmarks/train_step.py"), f"yamls/bench/{arguments.run}.yaml", *keys]
 
 
 def launch(command: list[str]) -> Row:
@@ -135,7 +135,7 @@ def main() -> None:
     if arguments.trace:
         columns += ["busy, ms", "NCCL alone, ms", "idle, ms"]
         rows = [row + traced(mesh, arguments) for row, mesh in zip(rows, meshes, strict=True)]
-    print(f"{runs[meshes[0]][0]['device']}, {arguments.run}, {arguments.microbatches} microbatches a step")
+    print(f"{runs[meshes[0]][0]['device']}, {arguments.run}, {arguments.microbatches} microbatches per step")
     print_table(columns, rows)
 
 

@@ -202,9 +202,8 @@ def packed_topology_size(num_rows: int, widths: Sequence[int], block: int) -> in
 
 def _split(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> list[Tensor]:
     lengths = _lengths(num_rows, widths, block)
-    parts = packed.split_with_sizes(
-        [4 * cdiv(length, 4) for length in lengths]
-    )  # to 16 bytes: kernels are compiled for it
+    aligned = [4 * cdiv(length, 4) for length in lengths]  # to 16 bytes: kernels are compiled for it
+    parts = packed.split_with_sizes(aligned)
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 

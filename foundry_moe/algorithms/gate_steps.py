@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
-from foundry_moe.flops import flops_per_token
+from foundry_moe.flops import flops_per_token, query_width
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.forward_pass import count_targets
 from foundry_moe.layers.lookup import loads_so_far, moe_layers, num_params, step_gates
@@ -231,12 +231,11 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     if not hasattr(model, "flops_per_batch") and hasattr(shape, "num_hidden_layers"):  # of Hugging Face, for MFU
         looked_up, multiplied = inner.get_input_embeddings(), inner.get_output_embeddings()
         untied = multiplied is None or multiplied.weight is not looked_up.weight
-        heads = shape.num_attention_heads
         each = partial(
             flops_per_token,
             active - (looked_up.weight.numel() if untied else 0),
             layers=shape.num_hidden_layers,
-            width=heads * (getattr(shape, "head_dim", None) or shape.hidden_size // heads),
+            width=query_width(shape),
         )
         vars(model)["flops_per_batch"] = partial(_flops_per_batch, each)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -24,8 +24,9 @@ def without_secrets(text: str) -> str:
 
     def public(found: re.Match[str]) -> str:
         if _FOLDER.match(found[1]):
-            user, _, rest = found[2].partition("/")[0].rpartition("@")
-            return f"{found[1]}***@{rest}{found[2][len(user) + 1 + len(rest) :]}" if user else found[0]
+            bucket, slash, path = found[2].partition("/")
+            user, at, bucket = bucket.rpartition("@")
+            return f"{found[1]}{'***' if user else ''}{at}{bucket}{slash}{path}"
         user, _, rest = found[2].rpartition("@")  # a password may hold the characters that end a host
         place, *hidden = re.split("[?#]", rest, maxsplit=1)
         end = re.search(r"[).,;:]*$", found[0])[0] if hidden else ""  # type: ignore[index]

@@ -73,7 +73,7 @@ class CloudStore(RemoteStore):
         try:
             return function(client, *arguments, **more)
         except ERRORS as error:
-            raise self._translate(error, action) from None  # the cause has the address with its query
+            raise self._translate(error, action) from None
 
     def _create(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", obstore.put, self._key(key), data, mode="create")
@@ -112,7 +112,7 @@ class CloudStore(RemoteStore):
             try:
                 yield from stream
             except ERRORS as error:
-                raise self._translate(error, action) from None  # the cause has the address with its query
+                raise self._translate(error, action) from None
 
         return Opened(size_bytes=end - begin, pieces=pieces())
 
@@ -130,7 +130,7 @@ class CloudStore(RemoteStore):
                 try:
                     return pool.submit(asyncio.run, self._list(self._client, whole, action)).result()
                 except ERRORS as error:
-                    raise self._translate(error, action) from None  # the cause has the address with its query
+                    raise self._translate(error, action) from None
 
         found = self._retry(attempt)
         if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
@@ -167,6 +167,7 @@ class CloudStore(RemoteStore):
                         self._call("delete old objects", obstore.delete, name)
 
     def _translate(self, error: Exception, action: str) -> StoreError:
+        """Raise it from None: the cause has the address with its query."""
         where = f"could not {action} in {self.url}"
         if isinstance(error, AlreadyExistsError):
             return ExistsError(f"{where}: the object exists")

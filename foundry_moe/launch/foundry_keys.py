@@ -16,6 +16,7 @@ from typing import Any
 
 from foundry_moe.schema import UserError, caught, fits, nearest, one_of, refuse_unknown, section
 
+MPT_VOCABULARY = 50368  # LLM Foundry's default of `vocab_size`
 # names of this package, for a checkout that is not installed
 OURS: Mapping[str, tuple[str, ...]] = {
     "models": ("dmoe_causal_lm",),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.launch.foundry_keys import MPT_VOCABULARY, MPTS
 from foundry_moe.schema import section
 
 
@@ -140,7 +140,7 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     model = section(run, "model")
     source = model.get("pretrained_model_name_or_path")
     if model.get("name") in MPTS:
-        size = model.get("vocab_size", 50368)  # LLM Foundry's default
+        size = model.get("vocab_size", MPT_VOCABULARY)
     elif source is None or model.get("allow_embedding_resizing"):
         return
     else:

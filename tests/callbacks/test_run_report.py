@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.checkpoint.store_file import FileStore
+from foundry_moe.flops import query_width
 from tests.helpers.training import MOE, MPT, batches, fit, llama, mpt
 
 LOSS = "LanguageCrossEntropy"
@@ -149,6 +151,8 @@ def test_flops_of_an_mpt_with_added_experts_are_those_of_one_built_with_them() -
 def test_flops_of_a_hugging_face_model_with_experts_are_of_the_parameters_that_a_token_passes() -> None:
     model = llama()
     fit(model, algorithms=[DMoE(**MOE)], duration="1ba")
+    positions_apart = SimpleNamespace(num_attention_heads=4, hidden_size=64, head_dim=8, qk_head_dim=24)  # DeepSeek's
+    assert query_width(positions_apart) == 96
     config = model.model.config
     assert not config.tie_word_embeddings
     multiplied = model.n_active_params - config.vocab_size * 32  # embeddings are looked up

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
-from foundry_moe.flops import flops_per_token
+from foundry_moe.flops import flops_per_token, query_width
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
 from foundry_moe.schema import UserError, raise_mistakes, section
@@ -284,17 +284,15 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     inside = sum(count(built.get_submodule(name)) for name in blocks)
     around = sum(count(built.get_submodule(name.rpartition(".")[0])) for name in blocks) - inside
     heads = config.num_attention_heads
-    # DeepSeek's head_dim is that of positions alone; its keys are expanded to all heads
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    # DBRX keeps the number of key heads in a nested configuration
+    # DeepSeek's keys are expanded to all heads; DBRX keeps the number of key heads in a nested configuration
     attention = getattr(config, "attn_config", None)
     key_heads = getattr(config, "num_key_value_heads", None) or getattr(attention, "kv_n_heads", None) or heads
     return ModelShape(
         layers=len(blocks),
         moe_layers=len(layers),
         d_model=config.hidden_size,
-        query_width=heads * head_dim,
-        key_width=key_heads * head_dim,
+        query_width=query_width(config),
+        key_width=key_heads * query_width(config) // heads,
         vocab_size=config.vocab_size,
         sequence=int(run.get("max_seq_len") or 2048),
         ffn_hidden=getattr(config, "intermediate_size", 4 * config.hidden_size),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_moe.config import AUTO, MeshConfig, MoEConfig
-from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.launch.foundry_keys import MPT_VOCABULARY, MPTS
 from foundry_moe.launch.run_config import MODEL, mesh_of, read_moe
 from foundry_moe.parallel.mesh import DIMENSIONS, Mesh, can_replicate, divisors
 from foundry_moe.schema import UserError, section
@@ -201,7 +201,7 @@ def _shrink_mpt(run: dict[str, Any], config: MoEConfig) -> float:
             attention["softmax_scale"] *= (head / small_head) ** 0.5
     model.update(d_model=small, n_heads=small_heads, max_seq_len=run["max_seq_len"])
     model["n_layers"] = layers if model.get("block_overrides") else shrink_layers(run, config, layers)
-    model["vocab_size"] = min(int(model.get("vocab_size", 50368)), VOCABULARY)
+    model["vocab_size"] = min(int(model.get("vocab_size", MPT_VOCABULARY)), VOCABULARY)
     ffn = model.get("ffn_config")
     if isinstance(ffn, dict) and ffn.get("ffn_hidden_size") and small < width:
         ffn["ffn_hidden_size"] = even_width(ffn["ffn_hidden_size"] * small / width)
