@@ -4,7 +4,7 @@ The format and the products are those of MegaBlocks (Gale et al. 2022, section 5
 Needs no Composer and no experts.
 """
 
-from foundry_moe.sparse.matrix import Matrix
+from foundry_moe.sparse.matrix import BlockIndex, Matrix
 from foundry_moe.sparse.products import dds, dsd, sdd
 
-__all__ = ["Matrix", "dds", "dsd", "sdd"]
+__all__ = ["BlockIndex", "Matrix", "dds", "dsd", "sdd"]

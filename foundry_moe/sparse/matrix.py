@@ -103,6 +103,8 @@ class Matrix:
             values: [Z, B, B] (default: zeros of `dtype`).
         """
         _check_block(block)
+        if mask_MN.dim() != 2:
+            raise ValueError(f"the mask is {list(mask_MN.shape)}: it must be [block rows, block columns]")
         rows, columns = (mask_MN != 0).nonzero(as_tuple=True)
         if values is None:
             values = torch.zeros(len(rows), block, block, dtype=dtype, device=mask_MN.device)
@@ -116,6 +118,8 @@ class Matrix:
 
         Its values are a copy, through which gradients reach the dense matrix.
         """
+        if dense_RC.dim() != 2:
+            raise ValueError(f"the dense matrix is {list(dense_RC.shape)}: it must be [rows, columns]")
         _check_block(block, *dense_RC.shape)
         blocks = _split(dense_RC, block)
         mask_MN = blocks.ne(0).any(-1).any(-1) if mask_MN is None else mask_MN != 0

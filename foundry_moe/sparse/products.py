@@ -78,16 +78,24 @@ class _DSD(torch.autograd.Function):
         return dvalues, db, None, None
 
 
-def _check(name: str, left: Any, right: Any, *tensors: Tensor) -> None:
-    """Raises ValueError unless `left` times `right` exists, of one dtype on one device."""
-    if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
+def _check(name: str, left: Matrix | Tensor, right: Matrix | Tensor) -> None:
+    """Raises ValueError unless `left` times `right` exists, of the kinds that `name` says, dtypes and devices equal."""
+    kinds = [Matrix if letter == "s" else Tensor for letter in name[1:]]
+    if not all(map(isinstance, (left, right), kinds)):
+        one, two = (kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"{name} multiplies a {one} and a {two}, not a {type(left).__name__} and a {type(right).__name__}: "
+            "after the result, s is a Matrix and d a Tensor"
+        )
+    if len(left.shape) != 2 or len(right.shape) != 2:
+        raise ValueError(f"{name} of {list(left.shape)} and {list(right.shape)}: operands must have two dimensions")
+    if left.shape[1] != right.shape[0]:
         raise ValueError(f"{name} of {list(left.shape)} and {list(right.shape)}: inner sizes must agree")
-    first = tensors[0]
-    for tensor in tensors[1:]:
-        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-            raise ValueError(
-                f"{name} of {first.dtype} on {first.device} and {tensor.dtype} on {tensor.device}: they must agree"
-            )
+    first, second = (one.values if isinstance(one, Matrix) else one for one in (left, right))
+    if (first.dtype, first.device) != (second.dtype, second.device):
+        raise ValueError(
+            f"{name} of {first.dtype} on {first.device} and {second.dtype} on {second.device}: they must agree"
+        )
     if first.device.type == "cuda" and not blocksparse_available(first.device, first.dtype):
         raise ValueError(f"{name} of {first.dtype}: on a GPU it must be fp32, fp16 or bf16")
 
@@ -96,9 +104,11 @@ def sdd(a_RK: Tensor, b_KC: Tensor, topology: Matrix) -> Matrix:
     """a b at the blocks of `topology`, whose values are not read.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not agree.
+        ValueError: kinds, sizes, dtypes or devices do not agree.
     """
-    _check("sdd", a_RK, b_KC, a_RK, b_KC)
+    _check("sdd", a_RK, b_KC)
+    if not isinstance(topology, Matrix):
+        raise ValueError(f"sdd's topology is a {type(topology).__name__}: it must be a Matrix")
     if (a_RK.shape[0], b_KC.shape[1]) != topology.shape:
         product = [a_RK.shape[0], b_KC.shape[1]]
         raise ValueError(f"sdd gives {product}, and the topology is {list(topology.shape)}: they must agree")
@@ -112,9 +122,9 @@ def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
     """s b, dense [R, N]. Sums are fp32; fp32 operands are rounded to tf32 if torch's own products may do that.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not agree.
+        ValueError: kinds, sizes, dtypes or devices do not agree.
     """
-    _check("dsd", s_RC, b_CN, s_RC.values, b_CN)
+    _check("dsd", s_RC, b_CN)
     return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
 
 
@@ -122,7 +132,7 @@ def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
     """a s, dense [N, C]: the transpose of sᵀ aᵀ, on the same kernels as `dsd`.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not agree.
+        ValueError: kinds, sizes, dtypes or devices do not agree.
     """
-    _check("dds", a_NR, s_RC, a_NR, s_RC.values)
+    _check("dds", a_NR, s_RC)
     return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT

@@ -7,8 +7,11 @@ import itertools
 
 import pytest
 import torch
+from foundry_moe_kernels import block_products
 
 from foundry_moe.sparse import Matrix, dds, dsd, sdd
+from tests.helpers.demo import ROOT
+from tests.helpers.pages import blocks
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -165,6 +168,54 @@ def test_expanded_and_sliced_operands_are_read_as_they_are():
         assert error(dsd(s, b), dense @ b.double()) < TOLERANCE[torch.float32]
 
 
+@pytest.fixture
+def allowed(request):
+    """torch's switch for fp32 products, as a test's parameter says."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param
+    yield request.param
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def fp32_products(monkeypatch, blocks):
+    """The relative error of each product and gradient in fp32, and the precision of each launch."""
+    launched, errors = [], []
+
+    def launch(*arguments, **options):
+        launched.append(options["PRECISION"])
+        return run(*arguments, **options)
+
+    run = block_products.launch
+    monkeypatch.setattr(block_products, "launch", launch)
+    for block, transposed in itertools.product(blocks, (False, True)):
+        s, dense = matrix(masks()["random"][:3, :4], block, transposed=transposed)
+        values, pattern = s.values.requires_grad_(), (dense != 0).double()
+        a, b = new(K, s.shape[0]), new(s.shape[1], K)
+        y, z = dsd(s, b), dds(a, s)
+        (dvalues,) = torch.autograd.grad(y, values, a.mT)
+        errors += [
+            error(y.detach(), dense @ b.double()),
+            error(z.detach(), a.double() @ dense),
+            error(s.with_values(dvalues).to_dense(), a.mT.double() @ b.mT.double() * pattern),
+        ]
+    return errors, launched
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("allowed", [False, True], indirect=True)
+def test_fp32_operands_are_rounded_where_torchs_switch_says_so(allowed, monkeypatch):
+    _, launched = fp32_products(monkeypatch, blocks=(16,))
+    assert launched == ["tf32" if allowed else "ieee"] * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allowed, least, most", [(False, 0, 1e-5), (True, 1e-4, 2e-3)], indirect=["allowed"])
+def test_the_error_of_fp32_products_is_that_of_tf32_where_it_is_allowed(allowed, least, most, monkeypatch):
+    """fp32 rounds to 2^-24; tf32 rounds each operand to 2^-11, or cuts it off at 2^-10."""
+    errors, _ = fp32_products(monkeypatch, blocks=(16, 128))
+    assert all(least <= one < most for one in errors), errors
+
+
 @pytest.mark.quick
 def test_second_derivatives_are_those_of_the_dense_product():
     s, dense = matrix(masks()["banded"][:3, :3], 16)
@@ -182,6 +233,20 @@ MISTAKES = {
     "inner sizes": lambda s, x: dds(x, s),
     r"and the topology is \[80, 112\]": lambda s, x: sdd(x, x.mT, s),
     "they must agree": lambda s, x: dsd(s, x.half()),
+    "dsd of .* and torch.float32 on meta": lambda s, x: dsd(s, x.to("meta")),
+    "dds of torch.float32 on meta": lambda s, x: dds(x.mT[:, :80].to("meta"), s),
+    "sdd of .* on meta: they": lambda s, x: sdd(x, x.mT.to("meta"), s),
+    "sdd on meta with a topology on": lambda s, x: sdd(*(new(*n).to("meta") for n in ((80, 5), (5, 112))), s),
+    r"dsd of \[80, 112\] and \[1, 112, 32\]: .* two dim": lambda s, x: dsd(s, x[None]),
+    r"dds of \[1, 32, 112\] and .* two dimensions": lambda s, x: dds(x.mT[None], s),
+    r"sdd of \[112, 32\] and \[1, 32, 112\]: .* two dim": lambda s, x: sdd(x, x.mT[None], s),
+    "dsd multiplies a Matrix and a Tensor, not a Tensor and a Matrix": lambda s, x: dsd(x.mT, s),
+    "dds multiplies a Tensor and a Matrix, not a Matrix and a Tensor": lambda s, x: dds(s, x),
+    "sdd multiplies a Tensor and a Tensor, not a Matrix and a Tensor": lambda s, x: sdd(s, x, s),
+    "sdd's topology is a Tensor": lambda s, x: sdd(x, x.mT, x),
+    r"the mask is \[1, 3, 4\]": lambda s, x: Matrix.from_mask(torch.ones(1, 3, 4), block=16),
+    r"the dense matrix is \[1, 112, 32\]": lambda s, x: Matrix.from_dense(x[None], block=16),
+    r"the mask is \[7, 2, 1\] for": lambda s, x: Matrix.from_dense(x, block=16, mask_MN=torch.ones(7, 2, 1)),
     "must be one of 16, 32, 64, 128": lambda s, x: Matrix.from_dense(x, block=24),
     "must divide the matrix's size": lambda s, x: Matrix.from_dense(x, block=64),
     "the mask is": lambda s, x: Matrix.from_dense(x[:, :32], block=16, mask_MN=torch.ones(3, 2, device=DEVICE)),
@@ -219,3 +284,17 @@ def test_conversions_keep_every_value():
     kept = Matrix.from_dense(weight, block=32, mask_MN=mask.to(DEVICE))
     kept.to_dense().sum().backward()
     assert torch.equal(weight.grad, mask.to(DEVICE).repeat_interleave(32, 0).repeat_interleave(32, 1).float())
+
+
+@pytest.mark.quick
+def test_the_code_of_the_page_gives_the_dense_products():
+    first, *shown = blocks("how-to/block_sparse.md", "python")
+    found: dict = {}
+    exec(first, found)
+    dense = found["a"].double() @ found["b"].double()
+    dense *= found["mask"].repeat_interleave(64, 0).repeat_interleave(64, 1)
+    for name, truth in (("y", dense @ found["x"].double()), ("z", (dense @ found["x"].double()).mT)):
+        assert error(found[name], truth) < TOLERANCE[torch.float32]
+    assert error(found["s"].to_dense(), dense) < TOLERANCE[torch.float32]
+    example = (ROOT / "examples" / "pruned_linear.py").read_text()
+    assert all(line.strip() in example for block in shown for line in block.splitlines())
