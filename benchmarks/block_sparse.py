@@ -7,10 +7,10 @@ is block-diagonal. `index` are the kernels for any topology, `contiguous` the la
 blocks are adjacent, `cuBLAS` a batched product. `transposes`: SDD, DSD and DDS of that topology with every transpose.
 `random`: topologies of 10%, 50% and 90% of the blocks; `cuBLAS` multiplies the dense matrix, whose zeros count for
 nothing in its TFLOP/s; `torch BSR` are Triton kernels of `torch.sparse`. `transposed` (section 5.1.4): Sᵀ by the
-secondary index over the product of a matrix that is stored transposed, and a gather of its blocks in that order, the
-least that an explicit transpose copies. `launches` (section 5.1.3): SDD with a program for each block that exists, and
-with one for each that could. `tiles` (figure 4): columns x depth of a tile. `--stk` adds stk where it runs: a folder
-with its source.
+secondary index over the product of a matrix that is stored transposed, by the same tile, for two tiles; and a gather of
+its blocks in that order, the least that an explicit transpose copies. `launches` (section 5.1.3): SDD with a program
+for each block that exists, and with one for each that could. `tiles` (figure 4): columns x depth of a tile. `--stk`
+adds stk where it runs: a folder with its source.
 
 Shapes: R rows, D model width, F expert width, E experts, C = E * F columns, block 128.
 """
@@ -43,7 +43,11 @@ DENSITIES = (0.1, 0.5, 0.9)
 BLOCK = block_of(DEVICE)
 SIZE = 8192 if DEVICE.type == "cuda" else 64
 ONE_BLOCK = SparseTile(bn=BLOCK, stages=3, warps=4) if DEVICE.type == "cuda" else SparseTile(bn=BLOCK, bk=16)
-WIDE = SparseTile(bn=256, stages=4, warps=8, group=4) if DEVICE.type == "cuda" else None
+# the two from which `sparse_tiles` chooses for DSD of Sᵀ
+TURNED_TILES: dict[str, SparseTile | None] = {"128x32": SparseTile(bk=32, stages=4)}
+TURNED_TILES["256x64"] = SparseTile(bn=256, stages=4, warps=8)
+if DEVICE.type != "cuda":
+    TURNED_TILES = {"chosen": None}
 CASES["toy"] = (64, 32, 32, 2)
 Ways = dict[str, Callable[[], Any]]
 
@@ -254,41 +258,37 @@ def print_random(stk: Any, repeats: int) -> None:
     print_table(("blocks", "product", *names, "times as fast as dense cuBLAS"), rows)
 
 
+def transposed_ways(s: Matrix, columns: int) -> Ways:
+    """Sᵀ x by the secondary index, and of a matrix that is stored as Sᵀ, each by the same tiles."""
+    index, x = s.index, new(s.shape[0], columns)
+    order = index.transposed_Z.long()
+    stored = Matrix.from_csr(
+        s.values.mT[order].contiguous(), index.column_offsets_N1, index.rows_Z[order], s.shape[0]
+    )  # fmt: skip
+    ways: Ways = {}
+    for name, tile in TURNED_TILES.items():
+        ways[f"index {name}"] = lambda tile=tile: block_products.dsd(s.values, x, index, transposed=True, tile=tile)
+        ways[f"stored {name}"] = lambda tile=tile: block_products.dsd(stored.values, x, stored.index, tile=tile)
+    return ways
+
+
 def print_transposed(cases: list[str], repeats: int) -> None:
-    """Sᵀ x of the secondary index, and of a matrix that is stored as Sᵀ."""
     rows = []
     matrices = {f"random {density:.0%}": random_matrix(density) for density in DENSITIES}
     matrices |= {case: layer_matrix(case) for case in cases}
     for name, s in matrices.items():
-        x = new(s.shape[0], CASES[name][1] if name in CASES else SIZE)
-        index = s.index
-        stored = Matrix.from_csr(
-            s.values.mT[index.transposed_Z.long()].contiguous(), index.column_offsets_N1,
-            index.rows_Z[index.transposed_Z.long()], s.shape[0],
-        )  # fmt: skip
-        by_index, copied, same_tile, copy = in_turn_ms(
-            [
-                lambda s=s, x=x: dsd(s.mT, x),
-                lambda stored=stored, x=x: dsd(stored, x),
-                lambda stored=stored, x=x: block_products.dsd(stored.values, x, stored.index, tile=WIDE),
-                lambda s=s, index=index: s.values.mT[index.transposed_Z],
-            ],
-            repeats,
-        )
-        copied = min(copied, same_tile)
-        shown = [f"{ms:.4f}" for ms in (by_index, copied, copy)]
-        rows.append([name, *shown, f"{by_index / copied:.3f}", f"{(copied + copy) / by_index:.2f}"])
-    print_table(
-        (
-            "matrix",
-            "by index ms",
-            "stored transposed ms",
-            "gather ms",
-            "index over stored",
-            "gather and product over index",
-        ),
-        rows,
-    )
+        ways = transposed_ways(s, CASES[name][1] if name in CASES else SIZE)
+        gather = lambda s=s: s.values.mT[s.index.transposed_Z]  # noqa: E731
+        *products_ms, gather_ms = in_turn_ms([*ways.values(), gather], repeats)
+        by_index, stored = products_ms[::2], products_ms[1::2]
+        both = zip(by_index, stored, strict=True)
+        over = (min(stored) + gather_ms) / min(by_index)
+        rows.append([
+            name, *(f"{ms:.4f}" for ms in (*products_ms, gather_ms)), *(f"{one / two:.3f}" for one, two in both),
+            f"{over:.2f}",
+        ])  # fmt: skip
+    shown = [f"{way}, ms" for way in ways] + ["gather, ms"] + [f"index over stored, {name}" for name in TURNED_TILES]
+    print_table(("matrix", *shown, "gather and product over index, best tiles"), rows)
 
 
 def print_launches(repeats: int) -> None:

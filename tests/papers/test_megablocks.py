@@ -42,6 +42,14 @@ def test_every_block_sparse_product_is_what_cublas_is_timed_on():
             torch.testing.assert_close(values.flatten().sort()[0], truth, rtol=1e-5, atol=1e-4, msg=f"{product}, {way}")
 
 
+def test_transposed_access_gives_the_product_of_the_stored_transpose():
+    import block_sparse
+
+    s = block_sparse.random_matrix(0.5)
+    by_index, stored = (run() for run in block_sparse.transposed_ways(s, 5).values())
+    torch.testing.assert_close(by_index, stored, rtol=1e-5, atol=1e-4)  # sums of at most 64 products
+
+
 def pattern(s):
     mask = torch.zeros(s.shape[0] // s.block, s.shape[1] // s.block)
     mask[s.index.rows_Z, s.index.columns_Z] = 1
