@@ -58,9 +58,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed arguments; `key=value` may also follow options, which argparse alone refuses."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser(arguments[0] if arguments else None)
-    names = [*PARSERS, "checkpoints"]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
-        parser.error(f"{arguments[0]!r} is not a command; {nearest(arguments[0], names)}")
+    inner = parser
+    for word in arguments:
+        below = next((a.choices for a in inner._actions if isinstance(a, argparse._SubParsersAction)), None)
+        if not below or word.startswith("-"):
+            break
+        if word not in below:
+            inner.error(f"{word!r} is not a command; {nearest(word, below)}")
+        inner = below[word]
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
+from foundry_moe.commands.plan import planner
 from foundry_moe.commands.plan.constants import CHIPS
 from foundry_moe.commands.plan.step import GIB
 from foundry_moe.config import AUTO, MeshConfig, MoEConfig
@@ -37,6 +38,10 @@ def check_command(arguments: argparse.Namespace) -> int:
     machine = arguments.gpus and (arguments.gpus, min(arguments.gpus_per_node, arguments.gpus))
     config = check_whole_run(run, machine)
     raise_mistakes(file_mistakes(run))
+    if machine and machine[0] > 1 and config is None and run.get(planner.MICROBATCH, AUTO) == AUTO:
+        from foundry_moe.commands.plan.microbatch import choose_microbatch  # torch, which takes seconds
+
+        choose_microbatch(run, _h100s(machine))  # raises, as the start does: it does not plan models without experts
     mesh = f", mesh {_planned(run, config, machine)}" if machine else ""
     if arguments.data:
         raise_mistakes(missing_files(run))
@@ -48,15 +53,16 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def _planned(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine) -> MeshPlan:
     """The mesh of the GPUs that train; with `mesh: auto` that of the planner, on H100s."""
-    gpus, gpus_per_node = machine
     if config is not None and config.mesh == AUTO:
-        from foundry_moe.commands.plan import planner
-
-        memory = CHIPS["h100"].memory_gib * GIB
-        return planner.plan_run(run, planner.Machine(gpus=gpus, gpus_per_node=gpus_per_node, gpu_bytes=memory)).mesh
+        return planner.plan_run(run, _h100s(machine)).mesh
     used, experts = ranks_that_train(run, config, machine), None if config is None else config.num_experts
     keys = mesh_of(run) or MeshConfig()
-    return plan_mesh(keys, world_size=used, ranks_per_node=gpus_per_node, num_experts=experts)
+    return plan_mesh(keys, world_size=used, ranks_per_node=machine[1], num_experts=experts)
+
+
+def _h100s(machine: Machine) -> planner.Machine:
+    gpus, gpus_per_node = machine
+    return planner.Machine(gpus=gpus, gpus_per_node=gpus_per_node, gpu_bytes=CHIPS["h100"].memory_gib * GIB)
 
 
 def descriptor_notes(gpus: int) -> list[str]:

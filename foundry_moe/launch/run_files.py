@@ -19,7 +19,7 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
         for path in run.get("code_paths") or ()
         if not Path(str(path)).exists()
     ]
-    for where, dataset in _datasets(run):
+    for where, dataset in datasets(run):
         files = section(dataset, "hf_kwargs").get("data_files")
         if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
             found.append(f"{where}.hf_kwargs.data_files ({files}): there is no such file; correct the path")
@@ -43,19 +43,24 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _datasets(run: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each data set of the run, the streams of one by themselves, and the key where it is."""
+def loaders(run: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each data loader of the run, and its key: several evaluation sets are a list."""
     for name in ("train_loader", "eval_loader"):
-        loaders: Any = run.get(name)
-        several = isinstance(loaders, Sequence) and not isinstance(loaders, str)
-        for where, loader in [(f"{name}.{i}", one) for i, one in enumerate(loaders)] if several else [(name, loaders)]:
-            if not isinstance(loader, Mapping):
-                continue
-            dataset = section(loader, "dataset")
-            yield f"{where}.dataset", dataset
-            streams = section(dataset, "streams")
-            for stream in streams:
-                yield f"{where}.dataset.streams.{stream}", section(streams, stream)
+        given: Any = run.get(name)
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        for where, loader in [(f"{name}.{i}", one) for i, one in enumerate(given)] if several else [(name, given)]:
+            if isinstance(loader, Mapping):
+                yield where, loader
+
+
+def datasets(run: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each data set of the run, the streams of one by themselves, and the key where it is."""
+    for where, loader in loaders(run):
+        dataset = section(loader, "dataset")
+        yield f"{where}.dataset", dataset
+        streams = section(dataset, "streams")
+        for stream in streams:
+            yield f"{where}.dataset.streams.{stream}", section(streams, stream)
 
 
 def file_mistakes(run: Mapping[str, Any]) -> list[str]:
@@ -72,7 +77,7 @@ def _is_path(name: str) -> bool:
 def _small_data(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence if the training data in MDS format on this machine has less than a batch."""
     batch, several = run.get("global_train_batch_size"), {"proportion", "repeat", "choose"}
-    trained = [data for where, data in _datasets(run) if where.startswith("train_loader.") and not data.get("streams")]
+    trained = [data for where, data in datasets(run) if where.startswith("train_loader.") and not data.get("streams")]
     found = [_shards(data) for data in trained]
     if not found or not all(shards for _, shards in found) or any(several & set(data) for data in trained):
         return
@@ -99,7 +104,7 @@ def _shards(dataset: Mapping[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
 
 def _short_samples(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each data set whose first sample has fewer tokens than its max_seq_len, which trains on fewer."""
-    for where, dataset in _datasets(run):
+    for where, dataset in datasets(run):
         (path, shards), length = _shards(dataset), dataset.get("max_seq_len", run.get("max_seq_len"))
         try:
             tokens = _tokens_of_first(path, shards[0], str(dataset.get("token_encoding_type", "int64")))

@@ -72,12 +72,19 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
     scheduler, longest = section(run, "scheduler"), run["max_duration"]
     total, unit = _parse(longest)
     given = {key: scheduler[key] for key in _SCHEDULER if scheduler.get(key) is not None}
+    inverse_root = scheduler.get("name") == "inv_sqrt_with_warmup"
+    if inverse_root and unit == "sec":
+        yield (
+            f"max_duration ({longest}) must not be a clock time with scheduler.name: inv_sqrt_with_warmup, whose times "
+            "have its unit: write them all in ba"
+        )
+        return
     seconds = [key for key, value in given.items() if _parse(value)[1] == "sec"]
     for key in seconds:
-        yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {unit if unit != 'sec' else 'ba'} or dur"
+        yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {'' if unit == 'sec' else f'{unit} or '}dur"
     if seconds:
         return
-    if scheduler.get("name") == "inv_sqrt_with_warmup":
+    if inverse_root:
         for key in ("t_warmup", "t_scale", "t_cooldown"):
             if key in given and _parse(given[key])[1] != unit:
                 yield f"scheduler.{key} ({given[key]}) must be in {unit}, the unit of max_duration ({longest})"
@@ -89,6 +96,7 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
     warmup = given.get("t_warmup")
     if warmup is not None and whole.get(own := _parse(warmup)[1], own) != wanted:
         other = f"max_duration ({longest})" if end_unit == "dur" else f"scheduler.t_max ({last})"
+        wanted = "dur" if wanted == "sec" else wanted
         yield f"scheduler.t_warmup ({warmup}) must have the unit of {other}: write it in {wanted}"
     if (end_unit == unit and end < total) or (end_unit == "dur" and end < 1):
         yield f"scheduler.t_max ({last}) must not be below max_duration ({longest}): raise it, or leave it out"

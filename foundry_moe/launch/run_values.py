@@ -12,7 +12,7 @@ from typing import Any
 
 from foundry_moe.config import AUTO, MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, table
-from foundry_moe.launch.run_files import local_json
+from foundry_moe.launch.run_files import datasets, loaders, local_json
 from foundry_moe.launch.run_times import time_mistakes
 from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
@@ -53,22 +53,13 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
 
 def _lengths(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     longest = section(run, "model").get("max_seq_len", 2048)
-    for where in ("max_seq_len", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"):
-        length = _at(run, where)
-        if length is None or (where != "max_seq_len" and length == run["max_seq_len"]):
-            continue
+    lengths = {f"{where}.max_seq_len": dataset.get("max_seq_len") for where, dataset in datasets(run)}
+    lengths = {where: length for where, length in lengths.items() if length not in (None, run["max_seq_len"])}
+    for where, length in {"max_seq_len": run["max_seq_len"], **lengths}.items():
         if not _is_least(length, 2):
             yield f"{where} ({length!r}) must be 2 or more: a token is predicted from those before it"
-        elif _at(run, "model.name") in MPTS and fits(longest, int) and length > longest:
+        elif section(run, "model").get("name") in MPTS and fits(longest, int) and length > longest:
             yield f"{where} ({length}) must not be above model.max_seq_len ({longest})"
-
-
-def _at(run: Mapping[str, Any], where: str) -> Any:
-    """The value of a dotted key; None where a part of the way is missing or is not a mapping."""
-    value: Any = run
-    for key in where.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _is_least(value: Any, least: int) -> bool:
@@ -218,9 +209,8 @@ def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
 
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    for where in ("train_loader", "eval_loader"):
-        loader = run.get(where)
-        if not isinstance(loader, Mapping) or loader.get("num_workers") != 0:  # several evaluation sets are a list
+    for where, loader in loaders(run):
+        if loader.get("num_workers") != 0:
             continue
         for key, usual, valid in (("prefetch_factor", 2, "null"), ("persistent_workers", True, "false")):
             value = loader.get(key, usual)

@@ -9,6 +9,9 @@ import pytest
 
 from foundry_moe import __version__
 from foundry_moe.cli import build_parser, main
+from foundry_moe.commands.plan.microbatch import choose_microbatch
+from foundry_moe.commands.plan.planner import Machine
+from foundry_moe.launch.run_config import load_run, plain
 
 BIN = Path(sys.executable).parent
 FOLDER = Path(__file__).parents[2] / "yamls"
@@ -34,9 +37,16 @@ def test_each_command_explains_itself(capsys, command):
     assert code == 0 and f"foundry-moe {command}" in out
 
 
-def test_an_unknown_command_is_refused(capsys):
-    code, _, error = outcome(capsys, "chekpoints")
-    assert code == 2 and "chekpoints" in error
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["chekpoints"], "foundry-moe: error: 'chekpoints' is not a command; did you mean 'checkpoints'?"),
+        (["checkpoints", "lst", "x"], "foundry-moe checkpoints: error: 'lst' is not a command; did you mean 'ls'?"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest(capsys, words, sentence):
+    code, _, error = outcome(capsys, *words)
+    assert code == 2 and error.endswith(f"{sentence}\n")
 
 
 @pytest.mark.parametrize("words", [["check"], ["plan", "--gpus", "2"], ["loads"], ["checkpoints", "ls"]])
@@ -167,6 +177,15 @@ def test_a_mesh_that_does_not_fit_the_gpus_is_refused(capsys, arguments, sentenc
         assert outcome(capsys, "check", run, "--gpus", "512", *mesh)[0] == 0
     code, _, error = outcome(capsys, "check", run, *arguments)
     assert code == 2 and sentence in error and error.count("\n") == 1
+
+
+def test_a_microbatch_that_the_start_does_not_choose_is_refused(capsys):
+    dense = "model={name: mpt_causal_lm, d_model: 32, n_heads: 4, n_layers: 2, max_seq_len: 256, vocab_size: 4096}"
+    words = ["check", str(FOLDER / "demo/cpu.yaml"), dense, "device_train_microbatch_size=auto", "--gpus"]
+    assert outcome(capsys, *words, "1")[0] == 0  # Composer's own
+    with pytest.raises(ValueError, match="the run has no experts") as at_start:
+        choose_microbatch(plain(load_run(words[1], words[2:4])), Machine(gpus=2, gpus_per_node=2, gpu_bytes=1e10))
+    assert outcome(capsys, *words, "2")[::2] == (2, f"error: {at_start.value}\n")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ def check(*overrides: str) -> None:
         ("fsdp_config={reshard_after_fwd: true}", "did you mean 'reshard_after_forward'"),
         ("max_seq_len=1", r"max_seq_len \(1\) must be 2 or more: a token is predicted from those before it"),
         ("model.max_seq_len=128", r"max_seq_len \(256\) must not be above model.max_seq_len \(128\)"),
+        (
+            "eval_loader=[{name: text, drop_last: false, num_workers: 1, dataset: {max_seq_len: 512}}]",
+            r"eval_loader.0.dataset.max_seq_len \(512\) must not be above model.max_seq_len \(256\)",
+        ),
+        (
+            "eval_loader=[{name: text, drop_last: false, num_workers: 0, dataset: {}}]",
+            r"eval_loader.0.prefetch_factor \(2\) needs worker processes",
+        ),
         ("device_train_microbatch_size=0", "must be a number above 0 or auto"),
         ("global_train_batch_size=0", "must be 1 or more"),
         ("max_duration=400", r"max_duration \(400\) has no unit: use 400ba for batches or 400ep for epochs"),

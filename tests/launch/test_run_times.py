@@ -119,6 +119,19 @@ def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
         ),
         (["scheduler.t_warmup=20", "max_duration=100ba"], "scheduler.t_warmup (20) has no unit: use 20ba"),
         (["scheduler.t_warmup=20sec", "max_duration=100ba"], "scheduler.t_warmup (20sec) must not be in seconds"),
+        (["scheduler.t_warmup=20sec", "max_duration=2h"], "t_warmup (20sec) must not be in seconds: use dur\n"),
+        (["scheduler.t_warmup=20ba", "max_duration=2h"], "unit of max_duration (2h): write it in dur"),
+        *(
+            (
+                [
+                    f"scheduler={{name: inv_sqrt_with_warmup, t_warmup: {t}, t_scale: {t}, t_cooldown: {t}}}",
+                    "max_duration=2h",
+                ],
+                "error: max_duration (2h) must not be a clock time with scheduler.name: inv_sqrt_with_warmup, whose "
+                "times have its unit: write them all in ba\n",
+            )
+            for t in ("5ba", "5sec")
+        ),
         (
             ["scheduler.t_warmup=2ba", "+scheduler.t_max=50ba", "max_duration=100ba"],
             "scheduler.t_max (50ba) must not be below max_duration (100ba)",
