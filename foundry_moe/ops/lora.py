@@ -203,8 +203,8 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
         _, width, hidden = w2.shape
         like: dict[str, Any] = {"device": w2.device}
         up_a, up_b, w2_a, w2_b = (torch.zeros(few, size, rank, **like) for size in (width, hidden, hidden, width))
-        v1 = (up_a, up_b) if planes == 2 else (None, None)
-        factors = Factors(up_a, up_b, *v1, w2_a, w2_b)
+        v1_a, v1_b = (up_a, up_b) if planes == 2 else (None, None)
+        factors = Factors(up_a, up_b, v1_a, v1_b, w2_a, w2_b)
         x_TD = w2.new_zeros(ahead.TOKENS, width)
         ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
         base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
