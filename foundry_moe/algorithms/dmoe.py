@@ -110,15 +110,13 @@ class DMoE(Algorithm):
             state.loss = context.track_scale(state.loss, labels)
 
     def _put_experts(self, state: State) -> list[MoELayer]:
-        """Converts the model. Raises ValueError if that adds no experts: the run would train a dense model."""
+        """Converts the model, and reports each warning once, not once per layer."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
-        if not layers:
-            raise UserError(f"algorithms.dmoe: {caught[-1].message}")
         if getattr(state.model, "using_peft", False):  # with model.peft_config
             # Composer's state dict would have peft's tensors alone: no experts, no adapters of experts
             state.model.should_save_peft_only = False  # type: ignore[assignment]
-        for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once per layer
+        for text in dict.fromkeys(str(warning.message) for warning in caught):
             warnings.warn(text, stacklevel=2)
         return layers

@@ -46,12 +46,12 @@ def apply_dmoe(
             is known, its linear maps: `{"layers.*.ff": {"w1": "lin_in", "w2": "lin_out", "activation": "gelu"}}`.
 
     Returns:
-        The new layers, in order; empty, with a warning, where no block matched.
+        The new layers, in order; at least one.
 
     Raises:
-        ValueError: the model has MoE layers of ours already, or MoE blocks of a kind that is not known; a layer index
-            that it does not have; an activation, bias or width that cannot be taken over; dense weights that were
-            loaded and cannot be copied.
+        ValueError: no block matched; the model has MoE layers of ours already, or MoE blocks of a kind that is not
+            known; a layer index that it does not have; an activation, bias or width that cannot be taken over; dense
+            weights that were loaded and cannot be copied.
     """
     if moe_layers(model):
         raise UserError(
@@ -60,17 +60,14 @@ def apply_dmoe(
         )
     found = find_blocks(model, blocks)
     if not found:
-        warnings.warn(
-            f"dMoE changed nothing: {type(model).__name__} has no feed-forward block of a known kind (MPT's, or "
-            "Llama-like ones with gate_proj, up_proj and down_proj)",
-            stacklevel=2,
+        raise UserError(
+            f"dMoE: {type(model).__name__} has no feed-forward block of a known kind (MPT's, or Llama-like ones with "
+            "gate_proj, up_proj and down_proj); in Python, name its blocks by apply_dmoe(..., blocks=...)"
         )
-        return []
     config.check_layers_of(len(found))
     chosen = _without_dense([block for index, block in enumerate(found) if config.selects(index)], found, config)
     if not chosen:
-        warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
-        return []
+        raise UserError(f"dMoE: layers ({config.layers}) selects none of the {len(found)} feed-forward blocks")
     _report_own_training(model, chosen[0])
     source = source_of(model, loaded)
     if source and config.init == "random" and not chosen[0].sparse:

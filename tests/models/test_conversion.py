@@ -108,14 +108,16 @@ def test_blocks_on_meta_become_layers_on_meta():
     }
 
 
-def test_a_model_without_blocks_is_left_alone_with_a_warning():
-    with pytest.warns(UserWarning, match="dMoE changed nothing: Sequential has no feed-forward block"):
-        assert apply_dmoe(nn.Sequential(nn.Linear(2, 2)), MoEConfig(num_experts=2)) == []
-
-
-def test_a_selection_of_no_layer_warns():
-    with pytest.warns(UserWarning, match="selects none of 3"):
-        assert apply_dmoe(llama(), MoEConfig(num_experts=2, layers={"every": 7})) == []
+@pytest.mark.parametrize(
+    ("make", "layers", "sentence"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "all", r"Sequential has no feed-forward block .*blocks=\.\.\.\)$"),
+        (llama, {"every": 7}, r"layers \({'every': 7}\) selects none of the 3 feed-forward blocks"),
+    ],
+)
+def test_a_model_in_which_nothing_matches_is_refused(make, layers, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        apply_dmoe(make(), MoEConfig(num_experts=2, layers=layers))
 
 
 @pytest.mark.parametrize(

@@ -266,11 +266,6 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     # counting replaces no weights, so nothing needs to be kept
     apply_dmoe(built, replace(moe, init="random", mesh=None), loaded=False)
     layers = named_moe_layers(built)
-    if not layers:
-        raise UserError(
-            f"model.pretrained_model_name_or_path ({model.get('pretrained_model_name_or_path')}): {config.model_type} "
-            "has no feed-forward block that algorithms.dmoe can replace"
-        )
     first = next(iter(layers.values()))
     given = section(run, "optimizer").get("disable_grad") or []
     patterns = [given] if isinstance(given, str) else given
