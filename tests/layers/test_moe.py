@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers import init
+from foundry_moe.layers.aux_loss import LoadStatistics
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.softmax_topk import balance
@@ -153,6 +154,27 @@ def test_weights_on_the_cpu_are_those_on_the_gpu(gate):
     on_cpu, on_gpu = build(config, dtype=torch.bfloat16), build(config, dtype=torch.bfloat16, device="cuda")
     for ours, theirs in zip(on_cpu.parameters(), on_gpu.parameters(), strict=True):
         assert not ours.is_cuda and torch.equal(ours, theirs.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moved", [True, False])
+def test_first_forward_pass_on_a_gpu_may_be_compiled(moved):
+    layer = build(replace(CONFIG, loss=WEIGHTS), **({} if moved else {"device": "cuda"})).cuda()
+    layer.measure_gate()
+    x = torch.randn(2, 16, 6, device="cuda")
+    torch.compile(layer, backend="aot_eager")(x).sum().backward()
+    assert layer.statistics.counts_E.sum() == 2 * 16 * CONFIG.top_k
+
+
+def test_statistics_move_with_the_weights(monkeypatch):
+    moves = []
+    monkeypatch.setattr(LoadStatistics, "move_to", lambda _, device: moves.append(device.type))
+    MoELayer(6, CONFIG, device="meta", context=BatchContext())
+    assert moves == []
+    layer = build()
+    layer.double()
+    layer.measure_gate()
+    assert moves == ["cpu"] * 3
 
 
 def test_residual_projections_are_scaled_down_by_depth():
