@@ -1,6 +1,7 @@
 """What tests show on CPU processes, on one GPU and on two: certificates, initial weights, and resuming elsewhere.
 
-Each fixture launches a number of processes once for all its tests: imports are most of their time.
+Each fixture launches a number of processes once for all its tests: imports are most of their time. Resuming has
+fixtures of its own, so that it can be run alone.
 """
 
 from __future__ import annotations
@@ -69,38 +70,48 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(root: Path) -> dict[str, Any]:
-    """On two GPUs: all cases on each mesh, initial weights, and of each kind a whole run and one that is broken off."""
+def two() -> dict[str, Any]:
+    """On two GPUs: all cases on each mesh, and initial weights."""
     functions = [cases_on(MESHES, EVERYWHERE), cases_on(MESHES[:1], GATES)]
     functions += [partial(parity_worker.draw_on_meta, mesh, 4, 6, device="cuda") for mesh in MESHES]
     functions.append(train(*(mesh(*sizes, **keys) for sizes in MESHES for keys in STARTS.values())))
-    for kind, keys in RUNS.items():
-        whole, broken = (root / f"{name} {kind}" for name in ("whole", "broken"))
-        functions.append(resumable(run(whole, (1, 1, 2), **keys), run(broken, (1, 1, 2), break_at=BREAK, **keys)))
-    results = launch(2, *functions)
-    cases, gates, *gaps, starts = results[: -len(RUNS)]
-    wholes = {kind: whole for kind, (whole, _) in zip(RUNS, results[-len(RUNS) :], strict=True)}
-    return {"cases": cases | gates, "gaps": gaps, "starts": starts, "whole": wholes}
+    cases, gates, *gaps, starts = launch(2, *functions)
+    return {"cases": cases | gates, "gaps": gaps, "starts": starts}
 
 
 @pytest.fixture(scope="module")
-def one(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """On one GPU: all cases, initial weights, and runs that go on: its own, and those of two GPUs if there are any."""
-    functions = [cases_on([None], [*EVERYWHERE, *GATES]), train(*STARTS.values())]
+def one() -> dict[str, Any]:
+    """On one GPU: all cases, and initial weights."""
+    cases, starts = launch(1, cases_on([None], [*EVERYWHERE, *GATES]), train(*STARTS.values()))
+    return {"cases": cases, "starts": dict(zip(STARTS, starts, strict=True))}
+
+
+@pytest.fixture(scope="module")
+def whole_on_two(root: Path) -> dict[str, Any]:
+    """On two GPUs, of each kind a whole run, whose results these are, and one that is broken off."""
+    functions = []
+    for kind, keys in RUNS.items():
+        whole, broken = (root / f"{name} {kind}" for name in ("whole", "broken"))
+        functions.append(resumable(run(whole, (1, 1, 2), **keys), run(broken, (1, 1, 2), break_at=BREAK, **keys)))
+    return {kind: whole for kind, (whole, _) in zip(RUNS, launch(2, *functions), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def on_one(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """On one GPU, runs that go on: its own, and those of two GPUs if there are any."""
     own = [
         run(root / "own", (1, 1, 1)),
         run(root / "parted", (1, 1, 1), break_at=BREAK),
         run(root / "parted", (1, 1, 1)),
     ]
     if torch.cuda.device_count() > 1:
-        request.getfixturevalue("two")
+        request.getfixturevalue("whole_on_two")
         for kind, keys in RUNS.items():
             shutil.copytree(root / f"broken {kind}", root / f"one {kind}")
             own.append(run(root / f"one {kind}", (1, 1, 1), **keys))
-    cases, starts, (whole, _, parted, *others) = launch(1, *functions, resumable(*own))
-    starts = dict(zip(STARTS, starts, strict=True))
-    others = dict(zip(RUNS, others, strict=False))  # none on a machine of one GPU
-    return {"cases": cases, "starts": starts, "whole": whole, "parted": parted, "others": others}
+    ((whole, _, parted, *others),) = launch(1, resumable(*own))
+    # no others on a machine of one GPU
+    return {"whole": whole, "parted": parted, "others": dict(zip(RUNS, others, strict=False))}
 
 
 def check_continues(result: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -147,16 +158,16 @@ def test_fsdp1_is_refused_in_the_first_forward_pass() -> None:
     assert len(sentences) == 4 and all("dMoE layers need FSDP2" in sentence for sentence in sentences)
 
 
-def test_one_gpu_resumes_as_if_uninterrupted(one: dict[str, Any]) -> None:
-    check_continues(one["parted"], one["whole"])
+def test_one_gpu_resumes_as_if_uninterrupted(on_one: dict[str, Any]) -> None:
+    check_continues(on_one["parted"], on_one["whole"])
 
 
 @two_gpus
 @pytest.mark.parametrize("kind", RUNS)
 def test_two_gpus_resume_on_one_and_on_two_again(
-    two: dict[str, Any], one: dict[str, Any], root: Path, kind: str
+    whole_on_two: dict[str, Any], on_one: dict[str, Any], root: Path, kind: str
 ) -> None:
-    there, whole, keys = one["others"][kind], two["whole"][kind], RUNS[kind]
+    there, whole, keys = on_one["others"][kind], whole_on_two[kind], RUNS[kind]
     check_continues(there, whole)
     ((same,), (back,)) = launch(
         2,
