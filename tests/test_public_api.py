@@ -26,9 +26,11 @@ from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 
 config = MoEConfig(num_experts=8, top_k=2, gate={"name": "topk"})
 DMoE(config)
+DMoE(config=config)
 DMoE(num_experts=8, top_k=2, mesh={"expert": 2})
 DMoECausalLM(config, d_model=16, n_heads=2)
 ElasticCheckpoint(folder="runs/x", interval="100ba", asynchronous=False)
+ElasticCheckpoint("runs/x", keep=2)
 ExpertLoad("10ba", per_layer=True)
 MoEMesh(expert=2)
 layer: MoELayer = MoELayer(16, config)
@@ -40,6 +42,7 @@ DMoE(num_experts=8, topk=2)
 DMoE(8)
 DMoECausalLM(config, d_modle=16)
 ElasticCheckpoint(foldr="runs/x")
+ElasticCheckpoint("runs/x", "100ba")
 ExpertLoad(5)
 MoEMesh(experts=2)
 layer.statistics.counts
@@ -108,6 +111,9 @@ def test_signatures_have_the_keys(cls, keys):
         (lambda: RunReport(sample_tokens="many"), "run_report.sample_tokens must be a whole number, not 'many'"),
         (lambda: DMoE(8), r"DMoE takes a MoEConfig, or its keys as in DMoE\(num_experts=8\), not 8"),
         (lambda: DMoE(MoEConfig(num_experts=8), top_k=1), "DMoE takes a MoEConfig, or its keys"),
+        (lambda: DMoE(config=8), r"DMoE takes a MoEConfig, or its keys as in DMoE\(num_experts=8\), not 8"),
+        (lambda: ElasticCheckpoint(8), "callbacks.elastic_checkpoint.folder must be s3://.* or a path, not 8"),
+        (lambda: ElasticCheckpoint(), "callbacks.elastic_checkpoint.folder is missing"),
         (lambda: DMoE(MoEConfig(num_experts=8, mesh="auto")), "mesh .auto. is chosen by `foundry-moe train`"),
     ],
 )
@@ -120,7 +126,8 @@ def test_python_refuses_what_yaml_refuses(make, sentence):
 def test_a_configuration_object_means_the_same_as_its_keys():
     keys = {"num_experts": 4, "top_k": 1, "layers": [1], "expert_hidden_size": 8}
     config = MoEConfig(**keys)
-    assert DMoE(config).config == DMoE(**keys).config == config and config.layers == (1,)
+    assert DMoE(config).config == DMoE(config=config).config == DMoE(**keys).config == config and config.layers == (1,)
+    assert ElasticCheckpoint("runs/x", keep=2).config == ElasticCheckpoint(folder="runs/x", keep=2).config
     shape = {"d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 1, "max_seq_len": 8, "vocab_size": 32}
     model = DMoECausalLM(config, **shape, tokenizer=None)
     assert [layer.layer_index for layer in foundry_moe.moe_layers(model)] == [1]

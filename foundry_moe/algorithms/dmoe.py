@@ -46,13 +46,13 @@ class DMoE(Algorithm):
     """
 
     @overload
-    def __init__(self, config: MoEConfig, /) -> None: ...
+    def __init__(self, config: MoEConfig) -> None: ...
 
     @overload
     @takes_keys_of(MoEConfig)
     def __init__(self, **settings: Any) -> None: ...
 
-    def __init__(self, config: MoEConfig | None = None, /, **settings: Any) -> None:
+    def __init__(self, config: MoEConfig | None = None, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
         self._loaded: bool | None = settings.pop(LOADED, None)  # both from `describe_weights`
         self._source: str | None = settings.pop(SOURCE, None)

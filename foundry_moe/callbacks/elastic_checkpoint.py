@@ -61,8 +61,8 @@ class ElasticCheckpoint(Callback):
     """
 
     @takes_keys_of(CheckpointConfig)
-    def __init__(self, **keys: Any) -> None:
-        self.config: CheckpointConfig = checkpoint_config(keys)
+    def __init__(self, folder: str | None = None, **keys: Any) -> None:
+        self.config: CheckpointConfig = checkpoint_config(keys if folder is None else {"folder": folder, **keys})
         self.resumed_from: int | None = None
         self._checkpoints: RunCheckpoints | None = None  # from `after_load` on
         self._restore_loading: Callable[[], None] = lambda: None  # Composer's of `load_path`

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from foundry_moe.checkpoint.errors import without_secrets
@@ -52,7 +52,7 @@ def parse_interval(text: str, where: str, unit: str | None = None) -> Interval:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CheckpointConfig:
     """The keys of `elastic_checkpoint`.
 
@@ -92,6 +92,7 @@ class CheckpointConfig:
     }
 
     folder: str = field(metadata=form(FORM))
+    _: KW_ONLY
     interval: str = field(
         default="30m", metadata=form("a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
     )
