@@ -1,12 +1,13 @@
-"""Parts of the reference that are generated from the code: tables of YAML keys, every command, the Python API.
+"""Generated pages: tables of YAML keys, every command, the Python API, and the notebook.
 
-`python -m scripts.reference_pages` writes the tables into docs/reference/configuration.md; the site has the other two.
+`python -m scripts.reference_pages` writes the tables into docs/reference/configuration.md; the site has the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ TABLES: dict[str, dict[str, type]] = {
     "expert_load": {"": ExpertLoad},
     "run_report": {"": RunReport},
 }
-CONFIGURATION = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
+NOTEBOOK = ROOT / "examples" / "dense_to_experts.ipynb"
 _TABLE = re.compile(r"(<!-- keys of (\w+), by scripts/reference_pages.py -->\n\n)(?:\|.*\n)*")
 # methods for a user's own loop; the others are called by Composer, torch or the layers
 METHODS = {"BatchContext": ["observe", "set_tokens", "track_scale"], "Reader": ["steps"]}
@@ -121,6 +124,17 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def signature(name: str, config: type) -> list[str]:
+    """The call of a class that takes the keys of a config class, a line for each."""
+    lines, defaults = [f"{name}("], keys_of(config)
+    for item in fields(config):
+        if item.kw_only and "    *," not in lines:
+            lines.append("    *,")
+        default = "" if defaults[item.name] is MISSING else f" = {defaults[item.name]!r}"
+        lines.append(f"    {item.name}: {item.type}{default},")
+    return [*lines, ")"]
+
+
 def python_page() -> str:
     """Directives of mkdocstrings for the public names of the package."""
     lines = [
@@ -129,11 +143,17 @@ def python_page() -> str:
         "Names that `foundry_moe` exports. [In plain PyTorch](../how-to/plain_pytorch.md) uses them.",
     ]
     for name, module in foundry_moe._PUBLIC.items():
-        lines += ["", f"## {name}", "", f"::: {module}.{name}"]
+        lines += ["", f"## {name}", ""]
+        keys = KEYS.get(name)
+        if keys:  # in place of the signature of mkdocstrings, which would show `**keys`
+            own = [f"{name}(config: MoEConfig)"] if keys is MoEConfig else []
+            lines += ["```python", *own, *signature(name, keys), "```", ""]
+        lines += [f"::: {module}.{name}"]
         if isinstance(getattr(foundry_moe, name), type):
             methods = METHODS.get(name, [])
             lines += ["    options:", f"      members: {methods or 'false'}"]
-        if keys := KEYS.get(name):
+        if keys:
+            lines += ["      show_signature: false", "      show_root_heading: false"]
             lines += ["", f"Keyword arguments are the attributes of `{keys.__name__}`:"]
             if keys.__name__ in foundry_moe._PUBLIC:
                 lines[-1] = f"Keyword arguments are the attributes of [{keys.__name__}](#{keys.__name__.lower()})."
@@ -142,7 +162,19 @@ def python_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"reference/commands.md": commands_page, "reference/python.md": python_page}
+def notebook_page() -> str:
+    """The cells of the notebook; CI runs it, without keeping its outputs."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    texts = {"markdown": "{}", "code": "```python\n{}\n```"}
+    shown = [texts[cell["cell_type"]].format("".join(cell["source"])) for cell in cells]
+    return "\n\n".join([shown[0], f"The notebook is `{NOTEBOOK.relative_to(ROOT)}`.", *shown[1:]]) + "\n"
+
+
+PAGES = {
+    "reference/commands.md": commands_page,
+    "reference/python.md": python_page,
+    "tutorials/notebook.md": notebook_page,
+}
 
 
 if __name__ == "__main__":

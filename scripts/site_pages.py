@@ -25,6 +25,7 @@ OUTSIDE = {
     "benchmarks/gates.png": "images/gates.png",
     **{f"benchmarks/log/{path.name}": f"log/{path.name}" for path in sorted((ROOT / "benchmarks/log").glob("*.md"))},
 }
+_ON_SITE = {**OUTSIDE, "examples/dense_to_experts.ipynb": "tutorials/notebook.md"}
 _IN_REPOSITORY = {site: place for place, site in OUTSIDE.items()}
 _LINKED = re.compile(r"(?<!!)\[([^\[\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)\)")
 _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)")
@@ -49,12 +50,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
     def on_site(link: re.Match[str]) -> str:
         place = posixpath.normpath(posixpath.join(folder, link[2]))
-        target = OUTSIDE.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
+        target = _ON_SITE.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
         return link[0] if target is None else link[1] + posixpath.relpath(target, posixpath.dirname(site) or ".")
 
     def without_sources(link: re.Match[str]) -> str:
         place = posixpath.normpath(posixpath.join(folder, link[2]))
-        page = place in OUTSIDE or place.startswith("docs/")
+        page = place in _ON_SITE or place.startswith("docs/")
         return link[1] if not page and (ROOT / place).is_file() else link[0]
 
     return _LINK.sub(on_site, _LINKED.sub(without_sources, markdown))
