@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a publ
     from foundry_moe.checkpoint.dcp_writer import Writer as Writer
     from foundry_moe.config import MeshConfig as MeshConfig
     from foundry_moe.config import MoEConfig as MoEConfig
-    from foundry_moe.flops import flops_per_token as flops_per_token
+    from foundry_moe.counts import flops_per_token as flops_per_token
+    from foundry_moe.counts import num_active_params as num_active_params
+    from foundry_moe.counts import num_params as num_params
     from foundry_moe.layers.context import BatchContext as BatchContext
     from foundry_moe.layers.lookup import batch_context as batch_context
     from foundry_moe.layers.lookup import moe_layers as moe_layers
-    from foundry_moe.layers.lookup import num_active_params as num_active_params
-    from foundry_moe.layers.lookup import num_params as num_params
     from foundry_moe.layers.lookup import step_gates_after as step_gates_after
     from foundry_moe.layers.moe import MoELayer as MoELayer
     from foundry_moe.layers.schedule import Progress as Progress
@@ -39,9 +39,9 @@ _PUBLIC = {
     "batch_context": "foundry_moe.layers.lookup",
     "moe_layers": "foundry_moe.layers.lookup",
     "step_gates_after": "foundry_moe.layers.lookup",
-    "num_params": "foundry_moe.layers.lookup",
-    "num_active_params": "foundry_moe.layers.lookup",
-    "flops_per_token": "foundry_moe.flops",
+    "num_params": "foundry_moe.counts",
+    "num_active_params": "foundry_moe.counts",
+    "flops_per_token": "foundry_moe.counts",
     "parallelize": "foundry_moe.parallel.placement",
     "clip_grad_norm_": "foundry_moe.parallel.gradients",
     "Writer": "foundry_moe.checkpoint.dcp_writer",

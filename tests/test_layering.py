@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "launch": LIBRARY,
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "train", "certify", "__init__"},
+    "counts": {"schema", "flops", "layers", "commands"},
     "optim": set(),
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
     "train": LIBRARY | {"callbacks", "launch", "commands"},

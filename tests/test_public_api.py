@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from llmfoundry.models.mpt import ComposerMPTCausalLM, MPTConfig
+from torch import nn
 
 import foundry_moe
-from foundry_moe import DMoE, DMoECausalLM, ElasticCheckpoint, ExpertLoad, MoEConfig
+from foundry_moe import DMoE, DMoECausalLM, ElasticCheckpoint, ExpertLoad, MoEConfig, flops_per_token, num_params
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.mpt import MPTKeys
@@ -114,6 +115,8 @@ def test_signatures_have_the_keys(cls, keys):
         (lambda: DMoE(config=8), r"DMoE takes a MoEConfig, or its keys as in DMoE\(num_experts=8\), not 8"),
         (lambda: ElasticCheckpoint(8), "callbacks.elastic_checkpoint.folder must be s3://.* or a path, not 8"),
         (lambda: ElasticCheckpoint(), "callbacks.elastic_checkpoint.folder is missing"),
+        (lambda: num_params(MoEConfig(num_experts=8)), "MoEConfig is neither a model nor the keys of a run, such as"),
+        (lambda: flops_per_token(nn.Linear(2, 2), 8), "an MPT or a Hugging Face causal LM, not Linear: use"),
         (lambda: DMoE(MoEConfig(num_experts=8, mesh="auto")), "mesh .auto. is chosen by `foundry-moe train`"),
     ],
 )

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
-from foundry_moe.flops import flops_per_token, query_width
+from foundry_moe.flops import causal_lm, looked_up_params, num_layers, query_width, training_flops
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.forward_pass import count_targets
-from foundry_moe.layers.lookup import loads_so_far, moe_layers, num_params, step_gates
+from foundry_moe.layers.lookup import loads_so_far, moe_layers, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
@@ -223,19 +223,16 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     model = state.model
     for cached in ("n_total_params", "n_active_params"):  # MPT's, also the base of the speed monitor's MFU
         vars(model).pop(cached, None)
-    total = num_params(model)
+    total = sum(parameter.numel() for parameter in model.parameters())
     active = getattr(model, "n_active_params", total) - idle
     vars(model)["n_active_params"] = active
-    inner: Any = getattr(model, "model", None)
-    shape: Any = getattr(inner, "config", None)
-    if not hasattr(model, "flops_per_batch") and hasattr(shape, "num_hidden_layers"):  # of Hugging Face, for MFU
-        looked_up, multiplied = inner.get_input_embeddings(), inner.get_output_embeddings()
-        untied = multiplied is None or multiplied.weight is not looked_up.weight
+    inner = causal_lm(model)
+    if not hasattr(model, "flops_per_batch") and inner is not None:  # of Hugging Face, for MFU
         each = partial(
-            flops_per_token,
-            active - (looked_up.weight.numel() if untied else 0),
-            layers=shape.num_hidden_layers,
-            width=query_width(shape),
+            training_flops,
+            active - looked_up_params(inner),
+            layers=num_layers(inner.config),
+            width=query_width(inner.config),
         )
         vars(model)["flops_per_batch"] = partial(_flops_per_batch, each)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

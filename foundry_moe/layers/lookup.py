@@ -54,16 +54,6 @@ def idle_parameters(model: nn.Module) -> int:
     )
 
 
-def num_params(model: nn.Module) -> int:
-    """All parameters; of sharded ones, the whole."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def num_active_params(model: nn.Module) -> int:
-    """Parameters that a token passes through: of a layer's experts, `top_k`."""
-    return num_params(model) - idle_parameters(model)
-
-
 def loads_so_far(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
     return [layer.statistics.counts_E.clone() for layer in layers if layer.uses_loads]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from foundry_moe import flops_per_token, num_active_params, num_params
 from foundry_moe.cli import parse
 from foundry_moe.commands.plan.command import format_plan, plan_command, planned_backend
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
@@ -73,7 +74,11 @@ def test_parameters_equal_those_of_the_model_that_is_built(model: dict[str, Any]
     merged.pop("name")
     with torch.device("meta"):
         built = DMoECausalLM(tokenizer=None, **merged)
-    assert sum(p.numel() for p in built.parameters()) == shape.num_params
+    assert sum(p.numel() for p in built.parameters()) == shape.num_params == num_params(built) == num_params(run)
+    assert num_active_params(built) == num_active_params(run) < num_params(run)
+    for sequence in (16, 48):
+        assert flops_per_token(built, sequence) == flops_per_token(run, sequence)
+    assert flops_per_token(run, 16) == shape.flops_per_token
     experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
     assert experts == shape.experts
 

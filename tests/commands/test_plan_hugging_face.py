@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from foundry_moe import flops_per_token, num_active_params
 from foundry_moe.commands.plan.planner import Machine, plan_run, search_meshes
 from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.config import MoEConfig
@@ -72,6 +73,8 @@ def test_parameters_are_those_of_the_model_that_training_makes(kind: str, tmp_pa
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     apply_dmoe(model, experts, loaded=False)
     assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert num_active_params(model) == num_active_params(run)
+    assert flops_per_token(model, 32) == flops_per_token(run, 32)
     layers = moe_layers(model)
     assert shape.experts == sum(p.numel() for layer in layers for p in layer.experts.parameters())
     assert (shape.layers, shape.moe_layers) == (4, len(layers)) and len(layers) == (

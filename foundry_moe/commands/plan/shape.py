@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
-from foundry_moe.flops import flops_per_token, query_width
+from foundry_moe.flops import looked_up_params, query_width, training_flops
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
 from foundry_moe.schema import UserError, raise_mistakes, section
@@ -130,7 +130,7 @@ class ModelShape:
     @property
     def flops_per_token(self) -> float:
         multiplied = self.num_active_params - self.looked_up
-        return flops_per_token(multiplied, layers=self.layers, width=self.query_width, sequence=self.sequence)
+        return training_flops(multiplied, layers=self.layers, width=self.query_width, sequence=self.sequence)
 
 
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
@@ -297,7 +297,7 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         beside_experts=mean([count(layer) - count(layer.experts) for layer in layers.values()]),
         dense_ffn=mean([size for name, size in blocks.items() if name not in layers]),
         outside_blocks=before - around - sum(blocks.values()),
-        looked_up=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
+        looked_up=looked_up_params(built),
         disabled_dense=disabled[False],
         disabled_experts=disabled[True] / len(layers),
     )
