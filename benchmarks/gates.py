@@ -277,7 +277,7 @@ def batches_within(seconds: float, arguments: argparse.Namespace, folder: Path) 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| gate | validation loss | max/mean load | dead experts | experts a token | dropped | gate + routing, ms | "
+        "| gate | validation loss | max/mean load | dead experts | experts per token | dropped | gate + routing, ms | "
         "of the layer |",
         "|---|---|---|---|---|---|---|---|",
     ]

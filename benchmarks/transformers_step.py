@@ -102,7 +102,7 @@ def losses(shape: str, args: argparse.Namespace) -> None:
     """Prints how far each implementation's bf16 run is from one whose experts alone compute in fp32, over some seeds.
 
     `gradient` is the error of the experts' gradients at the first step, relative in norm (with tokens whose gate
-    chooses otherwise after rounding); `loss` the difference after 15 steps. Each implementation runs twice a seed:
+    chooses otherwise after rounding); `loss` the difference after 15 steps. Each implementation runs twice per seed:
     `again` is the difference of its two runs, as kernels of attention and embedding add in no fixed order.
     """
     found: dict[str, list[list[float]]] = {}

@@ -230,8 +230,8 @@ def _padded(
 
 
 # Biases are added around products that have none, so that each backend supports them. Tokens get a column of
-# ones, and each matrix its bias as the column that meets it. Copying the matrices costs their size once a forward pass
-# and once a backward pass: biases are for models that have them, not for speed.
+# ones, and each matrix its bias as the column that meets it. Copying the matrices costs their size once per forward and
+# once per backward pass: biases are for models that have them, not for speed.
 
 
 def _with_ones(x_TD: Tensor) -> Tensor:

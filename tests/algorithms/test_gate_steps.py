@@ -257,7 +257,7 @@ BIAS = {"top_k": 2, "loss": {}, "gate": {"name": "topk", "bias_balance": True, "
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("microbatch", [BATCH, 2])
-def test_bias_moves_once_a_step_by_the_loads_of_all_its_microbatches(checkpointing, microbatch):
+def test_bias_moves_once_per_step_by_the_loads_of_all_its_microbatches(checkpointing, microbatch):
     def say(state):
         layer = moe_layers(state.model)[0]
         return layer.statistics.counts_E.clone(), layer.gate.bias_E.clone()

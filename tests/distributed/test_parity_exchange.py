@@ -33,7 +33,7 @@ def test_the_same_over_nccl(gpus: int, ways: int) -> None:
 
 
 @pytest.mark.gpu
-def test_one_host_synchronisation_a_layer_and_none_in_backward() -> None:
+def test_one_host_synchronisation_per_layer_and_none_in_backward() -> None:
     find = parity_worker.find_host_synchronisations
     found = run_processes(find, 3, world_size=1, backend="nccl", preload=PRELOAD)
     assert [len(waits) for waits in found.values()] == [3, 0], found

@@ -62,7 +62,7 @@ def test_a_shuffle_is_undone_and_balances_over_uneven_ranks():
         origins = [sum(bool((row == other["scores"]).all(1).any()) for row in rank["shuffled"]) for other in ranks]
         assert min(origins) >= 6
     loads = torch.bincount(torch.cat([rank["experts"] for rank in ranks]), minlength=8)
-    assert loads.max() - loads.min() <= 3  # one a rank at most
+    assert loads.max() - loads.min() <= 3  # one per rank at most
 
 
 DRAWING = ["switch", "gshard", "noisy, in groups, with bias", "dense_to_sparse"]

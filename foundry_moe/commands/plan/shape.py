@@ -83,7 +83,7 @@ class ModelShape:
         return self.expert_matrices * self.d_model * self.expert_hidden + bias
 
     @property
-    def experts_a_layer(self) -> int:
+    def experts_per_layer(self) -> int:
         return round(self.moe.num_experts * self.expert)
 
     @property
@@ -95,13 +95,13 @@ class ModelShape:
         return len(lora.targets_of(self.moe.activation)) * lora.r * (self.d_model + self.expert_hidden)
 
     @property
-    def adapters_a_layer(self) -> int:
+    def adapters_per_layer(self) -> int:
         return round(self.moe.num_experts * self.adapter)
 
     @property
-    def trained_experts_a_layer(self) -> int:
+    def trained_experts_per_layer(self) -> int:
         """Parameters of experts, or of their adapters, that have gradients."""
-        return (self.adapters_a_layer or self.experts_a_layer) - round(self.disabled_experts)
+        return (self.adapters_per_layer or self.experts_per_layer) - round(self.disabled_experts)
 
     @property
     def trained_share(self) -> float:
@@ -116,11 +116,11 @@ class ModelShape:
 
     @property
     def experts(self) -> int:
-        return self.moe_layers * self.experts_a_layer
+        return self.moe_layers * self.experts_per_layer
 
     @property
     def num_params(self) -> int:
-        return self.dense + self.experts + self.moe_layers * self.adapters_a_layer
+        return self.dense + self.experts + self.moe_layers * self.adapters_per_layer
 
     @property
     def num_active_params(self) -> float:

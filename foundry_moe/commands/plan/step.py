@@ -52,13 +52,13 @@ class Step:
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Parameters that one GPU stores."""
-    experts = shape.moe_layers * (shape.experts_a_layer + shape.adapters_a_layer)
+    experts = shape.moe_layers * (shape.experts_per_layer + shape.adapters_per_layer)
     return shape.dense / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
 
 
 def trained_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Of these, the ones with gradients and optimizer state."""
-    experts = shape.moe_layers * shape.trained_experts_a_layer
+    experts = shape.moe_layers * shape.trained_experts_per_layer
     return shape.dense * shape.trained_share / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
 
 
@@ -94,8 +94,8 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     block = shape.dense / (shape.layers + 1)
     units = {"dense": (shape.layers + 1, block, block * shape.trained_share, mesh.dense_shard, 1)}
     if shape.moe_layers:
-        size = (shape.experts_a_layer + shape.adapters_a_layer) / mesh.expert
-        trained = shape.trained_experts_a_layer / mesh.expert
+        size = (shape.experts_per_layer + shape.adapters_per_layer) / mesh.expert
+        trained = shape.trained_experts_per_layer / mesh.expert
         units["experts"] = (shape.moe_layers, size, trained, mesh.shard, mesh.expert)
     found = []
     for what, (units_, size, trained, ranks, stride) in units.items():
@@ -160,7 +160,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     """
     tokens, width = step.tokens, step.width
     held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
-    adapters = shape.moe_layers * shape.adapters_a_layer / (mesh.shard * mesh.expert)  # fp32
+    adapters = shape.moe_layers * shape.adapters_per_layer / (mesh.shard * mesh.expert)  # fp32
     layer = _saved_by_moe_block(shape, mesh, step)
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
@@ -178,8 +178,8 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
     at_loss = saved + logits + (4 * trained if step.microbatches > 1 else 0.0)
     around = shape.around_ffn + shape.beside_experts
-    unit = shape.experts_a_layer / mesh.expert + around
-    trained_unit = shape.trained_experts_a_layer / mesh.expert + around * shape.trained_share
+    unit = shape.experts_per_layer / mesh.expert + around
+    trained_unit = shape.trained_experts_per_layer / mesh.expert + around * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
         gathered: float = width * shape.num_params if step.stored == 4 else 0.0
         at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
@@ -285,7 +285,7 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
         work = 4 * shape.expert + 6 * shape.adapter if shape.adapter else 6 * shape.expert
         arithmetic = rows * work * again * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
         # weights are read forward and backward, and the gradient of trained ones is written
-        weights = ((1 if shape.adapter else 3) + again) * step.width * shape.experts_a_layer / mesh.expert / memory
+        weights = ((1 if shape.adapter else 3) + again) * step.width * shape.experts_per_layer / mesh.expert / memory
         # the transition between two roofs is smooth: 0.92 ms for roofs of 0.77 and 0.51 (RESULTS)
         experts = shape.moe_layers * math.hypot(arithmetic, weights) * (1.2 if shape.moe.memory == "recompute" else 1.0)
     attention = 6 * shape.sequence * shape.query_width * t * shape.layers * again / constants.attention_flops_per_s
@@ -305,8 +305,8 @@ def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     cast = held if step.stored == 4 else trained
     if mesh.world_size == 1:  # autocast casts weights, and their gradients back
         return step.microbatches * CAST_BYTES * (cast + trained) if step.width == 2 else 0.0
-    whole = shape.dense + shape.moe_layers * (shape.experts_a_layer + shape.adapters_a_layer) / mesh.expert
-    reduced = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
+    whole = shape.dense + shape.moe_layers * (shape.experts_per_layer + shape.adapters_per_layer) / mesh.expert
+    reduced = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_per_layer / mesh.expert
     gathers = step.microbatches * (2 if step.resharded else 1)
     gathered = gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
     return gathered + step.microbatches * (GRADIENT_BYTES * reduced + REDUCED_BYTES * trained)

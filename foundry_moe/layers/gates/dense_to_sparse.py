@@ -25,7 +25,7 @@ class DenseToSparseGate(LinearGate):
     """g = softmax((x W + Gumbel noise) / temperature); every expert with g above a threshold, weighted by g.
 
     The temperature falls, so g grows peaked and a token has fewer experts. After `hard_after`, and in evaluation,
-    it has the best one of softmax(x W), weighted by that probability. One host synchronisation a forward pass, to read
+    it has the best one of softmax(x W), weighted by that probability. One host synchronisation per forward pass reads
     the number of choices; none with `max_experts`.
 
     YAML:

@@ -1,6 +1,6 @@
 """`expert_choice`: each expert takes its best tokens (Zhou et al. 2022, arXiv 2202.09368).
 
-Shapes: T tokens, D model width, E experts, C tokens an expert takes, K choices of the token that has most.
+Shapes: T tokens, D model width, E experts, C tokens per expert, K choices of the token that has most.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Loader:
 
 
 def projections(vllm: str, sglang: str, **more: Any) -> Loader:
-    """Of a family whose blocks are Llama-like MLPs, one an expert."""
+    """Of a family whose blocks are Llama-like MLPs, one per expert."""
     return Loader(
         files=(f"{VLLM}/{vllm}", f"{SGLANG}/{sglang}"),
         block="model.layers.{}.mlp.",
