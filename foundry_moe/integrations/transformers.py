@@ -10,6 +10,8 @@ Three ways, of which `way_of` gives the one for a module. `fused`: on a GPU, whe
 activation between two products, for all others; on a CPU for all. `own`: transformers' grouped_mm, for weights that our
 kernels do not read.
 
+`parallelize` spreads a model over the ranks of a job: see `transformers_parallel.py`.
+
 Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width.
 """
 
@@ -19,6 +21,7 @@ import contextlib
 import functools
 import logging
 import math
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +45,14 @@ _ACTIVATIONS = {
 }
 _CONSTANTS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")  # what gates of transformers 5 read from their module
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_PARALLEL = ("parallelize", "clip_grad_norm_")  # need torch.distributed, which the backend does not
 _LOG = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PARALLEL:
+        return getattr(import_module("foundry_moe.integrations.transformers_parallel"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register(name: str = NAME) -> str:
@@ -119,14 +129,22 @@ def formula_of(experts: Any) -> str | None:
     return _formula(type(experts), act, constants, gate_up_of(experts))
 
 
-def _up_weight(experts: Any) -> Tensor:
-    weight: Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    return weight
+def _weight(experts: Any, name: str) -> Tensor:
+    """A parameter of experts; on a mesh this rank's part."""
+    weight: Tensor = getattr(experts, name)
+    placed = getattr(experts, "placed", None)
+    return weight if placed is None else placed.local(weight)
+
+
+def _up_name(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def _unread(experts: Any) -> str | None:
     """Why our kernels do not read these weights; None where they do."""
-    for weight in (_up_weight(experts), experts.down_proj):
+    if getattr(experts, "placed", None) is not None:
+        return None  # `parallelize` has checked them
+    for weight in (getattr(experts, _up_name(experts)), experts.down_proj):
         if type(weight) not in (Tensor, nn.Parameter):
             return f"its weights are of type {type(weight).__name__}"
         if weight.dtype not in _DTYPES:
@@ -162,10 +180,12 @@ def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Te
     dtype = torch.get_autocast_dtype(device_type) if autocast else experts.down_proj.dtype
     way = way_of(experts, dtype)
     experts_TK = torch.where((index_TK >= 0) & (index_TK < experts.num_experts), index_TK, -1)
-    plan = plan_permute(experts_TK, experts.num_experts)
-    compute = _fused if way == "fused" else _split
+    compute = functools.partial(_fused if way == "fused" else _split, experts)
+    placed = getattr(experts, "placed", None)
     with _on_device(x_TD), torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
-        return compute(experts, x_TD.to(dtype), weights_TK, plan).to(x_TD.dtype)
+        if placed is not None:
+            return placed.dispatch(compute, x_TD.to(dtype), experts_TK, weights_TK).to(x_TD.dtype)
+        return compute(x_TD.to(dtype), weights_TK, plan_permute(experts_TK, experts.num_experts)).to(x_TD.dtype)
 
 
 def _on_device(x_TD: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -191,12 +211,12 @@ def _log_once(line: str) -> None:
 def _biases(experts: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     if not experts.has_bias:
         return None
-    up_bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-    return up_bias.to(dtype), experts.down_proj_bias.to(dtype)
+    up_bias, down_bias = (_weight(experts, f"{name}_bias") for name in (_up_name(experts), "down_proj"))
+    return up_bias.to(dtype), down_bias.to(dtype)
 
 
 def _fused(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
-    w1, w2 = (weight.to(x_TD.dtype) for weight in (_up_weight(experts), experts.down_proj))
+    w1, w2 = (_weight(experts, name).to(x_TD.dtype) for name in (_up_name(experts), "down_proj"))
     if experts.is_transposed:
         w1, w2 = w1.mT, w2.mT
     activation = formula_of(experts)
@@ -212,14 +232,14 @@ def _split(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) ->
     up_bias, down_bias = _biases(experts, dtype) or (None, None)
     expert_RE = _expert_of_rows(plan, dtype) if experts.has_bias else None
 
-    def linear(rows: Tensor, weight: Tensor, bias_EN: Tensor | None) -> Tensor:
-        out = expert_linear(rows, weight.to(dtype), plan.offsets_E, inputs_first=inputs_first)
+    def linear(rows: Tensor, name: str, bias_EN: Tensor | None) -> Tensor:
+        out = expert_linear(rows, _weight(experts, name).to(dtype), plan.offsets_E, inputs_first=inputs_first)
         return out if bias_EN is None or expert_RE is None else torch.addmm(out, expert_RE, bias_EN)
 
-    z = linear(permute(x_TD, plan), _up_weight(experts), up_bias)
+    z = linear(permute(x_TD, plan), _up_name(experts), up_bias)
     # a gate may compute in fp32 inside, as some models' do
     h_RF = (experts._apply_gate(z) if experts.has_gate else experts.act_fn(z)).to(dtype)
-    y_RD = linear(h_RF, experts.down_proj, down_bias)
+    y_RD = linear(h_RF, "down_proj", down_bias)
     if getattr(experts, "has_post_expert_norm", False):  # newer than 5.17
         y_RD = experts.post_expert_norm(y_RD)
     return unpermute(y_RD, weights_TK, plan)

@@ -80,7 +80,7 @@ class LocalWeight:
         self.unsharded = unsharded
         self.stored: dict[str, nn.Parameter] = {}
         if unsharded is not None:
-            self.stored = dict(unsharded.named_parameters())
+            self.stored = dict(unsharded.named_parameters(recurse=False))
             unsharded.register_forward_pre_hook(self._find_stored, prepend=True)  # else after FSDP2's hook
 
     def _find_stored(self, module: nn.Module, *_: Any) -> None:

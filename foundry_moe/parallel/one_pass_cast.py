@@ -75,6 +75,6 @@ def cast_in_one_pass(module: nn.Module) -> None:
 
 
 def _mark(module: nn.Module) -> None:
-    for parameter in module.parameters():
+    for parameter in module.parameters(recurse=False):
         assert isinstance(parameter, DTensor)
         parameter._local_tensor = parameter._local_tensor.as_subclass(_SingleRankWeight)

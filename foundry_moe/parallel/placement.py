@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,19 +113,28 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     Raises:
         ValueError: it fits neither the job nor the experts.
     """
+    plan = plan_for_counts({layer.num_experts for layer in layers}, mesh_config, ranks_per_node)
+    for layer in layers:
+        layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
+        if isinstance(layer.experts, MixedExperts):
+            check_expert_widths(layer.experts.widths, plan.expert)
+    return plan
+
+
+def plan_for_counts(counts: set[int], mesh_config: MeshConfig, ranks_per_node: int | None) -> MeshPlan:
+    """The one mesh of layers with these numbers of experts; arguments as in `parallelize`.
+
+    Raises:
+        ValueError: it fits neither the job nor the experts.
+    """
     world_size = dist.get_world_size()
     ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    counts = {layer.num_experts for layer in layers}
     if mesh_config.expert == AUTO:
         counts = {math.gcd(*counts)}  # a divisor of it divides all
     (plan,) = {
         plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=count)
         for count in counts
     }
-    for layer in layers:
-        layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
-        if isinstance(layer.experts, MixedExperts):
-            check_expert_widths(layer.experts.widths, plan.expert)
     return plan
 
 
@@ -187,20 +196,48 @@ def place_experts(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int,
 ) -> None:
-    """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
-
-    Two shardings of one dimension would interleave rows; on different dimensions a checkpoint can be resharded to any
-    mesh. Experts on the meta device are drawn here, except those that `layer.sources` will fill.
-
-    FSDP2 wraps them even if `shard` is 1, with fewer copies: see `cast_in_one_pass` and `LocalWeight`.
-    """
+    """Shards a layer's experts. Those on the meta device are drawn, except those that `layer.sources` will fill."""
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
     owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)
-    rows = experts.rows_of(owned)
-    for name, parameter in list(experts.named_parameters()):
+    shard_experts(
+        experts,
+        experts.rows_of(owned),
+        meshes,
+        dimension_of=lambda parameter: dimension,
+        device=device,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if on_meta:
+        experts.to_empty(device=device)
+        draw_experts(layer, meshes.plan, dimension)
+    local = local_weights(experts, meshes.plan)
+    if local is not None:
+        experts.local, experts.held = local, owned
+
+
+def shard_experts(
+    experts: nn.Module,
+    rows: range,
+    meshes: Meshes,
+    *,
+    dimension_of: Callable[[nn.Parameter], int],
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int,
+) -> None:
+    """Makes a module's own parameters DTensors: dimension 0 over `expert`, `dimension_of` it over `shard`.
+
+    Two shardings of one dimension would interleave rows; on different dimensions a checkpoint can be resharded to any
+    mesh. FSDP2 wraps the module even if `shard` is 1: call `local_weights` once its weights are real.
+
+    Args:
+        rows: of this rank, in dimension 0.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
         local = parameter.detach()[rows.start : rows.stop]
-        local = local.contiguous() if on_meta else local.to(device, copy=True)
+        local = local.contiguous() if parameter.is_meta else local.to(device, copy=True)
         if meshes.plan.expert > 1:
             shape, stride = parameter.shape, parameter.stride()
             local = DTensor.from_local(local, meshes.expert, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -209,18 +246,18 @@ def place_experts(
         experts,
         mesh=meshes.experts,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=lambda parameter: Shard(dimension),
+        shard_placement_fn=lambda parameter: Shard(dimension_of(parameter)),
         mp_policy=mp_policy,
     )
-    if on_meta:
-        experts.to_empty(device=device)
-        draw_experts(layer, meshes.plan, dimension)
-    if meshes.plan.shard == 1:
+
+
+def local_weights(experts: nn.Module, plan: MeshPlan) -> LocalWeight | None:
+    """Turns weights of sharded experts into this rank's; None: they are as they come. Removes copies of FSDP2."""
+    if plan.shard == 1:
         cast_in_one_pass(experts)
-    if meshes.plan.expert > 1:
-        unsharded = meshes.plan.shard == meshes.plan.replicate == 1
-        experts.local = LocalWeight(meshes.plan.expert, experts if unsharded else None)
-        experts.held = owned
+    if plan.expert == 1:
+        return None
+    return LocalWeight(plan.expert, experts if plan.shard == plan.replicate == 1 else None)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from foundry_moe.integrations.transformers import NAME, is_fusable, register, wa
 EXPERTS, WIDTH, HIDDEN, TOKENS, CHOICES = 7, 32, 48, 21, 3
 # attributes of configurations that are sizes; all others come from the family's own configuration
 _SIZES = [
-    (r"num_local_experts|num_experts|n_routed_experts|moe_num_experts", EXPERTS),
+    (r"num_local_experts|num_experts|n_routed_experts|moe_num_experts", None),
     (r"hidden_size|moe_latent_size|d_model", WIDTH),
     (r"moe_intermediate_size|intermediate_size|expert_hidden_size|ffn_hidden_size|expert_ffn_hidden_size", HIDDEN),
 ]
@@ -76,13 +76,13 @@ def families() -> list[Family]:
 class _Small:
     """The family's own configuration with small sizes."""
 
-    def __init__(self, config: Any) -> None:
-        self.__dict__["config"] = config
+    def __init__(self, config: Any, experts: int) -> None:
+        self.__dict__.update(config=config, experts=experts)
         self._experts_implementation = "eager"
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["config"], name)
-        sizes = [size for pattern, size in _SIZES if re.search(pattern, name)]
+        sizes = [size or self.__dict__["experts"] for pattern, size in _SIZES if re.search(pattern, name)]
         return sizes[0] if sizes and (value is None or isinstance(value, (int, list))) else value
 
 
@@ -105,9 +105,11 @@ def _configuration(family: Family) -> Any:
     )
 
 
-def build(family: Family, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(
+    family: Family, device: str = "cpu", dtype: torch.dtype = torch.float32, experts_of: int = EXPERTS
+) -> nn.Module:
     """The experts with random weights."""
-    experts = family.experts(_Small(_configuration(family)))
+    experts = family.experts(_Small(_configuration(family), experts_of))
     generator = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3

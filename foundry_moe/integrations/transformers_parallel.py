@@ -1,0 +1,228 @@
+"""Expert parallelism and FSDP2 for models of transformers 5 whose experts run on our backend.
+
+The public names are those of `foundry_moe.integrations.transformers`. Independent of trainers and of kernels.
+
+Shapes: T tokens of this rank, Q rows received, K choices per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.integrations.transformers import NAME, _unread, register
+from foundry_moe.layers.gates.gate import Choices
+from foundry_moe.ops import PermutePlan
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher
+from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_
+from foundry_moe.parallel.mesh import MeshPlan, average_on_gloo, build_meshes, check_replicas, divisors, listed
+from foundry_moe.parallel.placement import local_weights, plan_for_counts, shard_experts
+from foundry_moe.schema import UserError
+
+__all__ = ["clip_grad_norm_", "parallelize"]
+
+AUX_LOSS = ("rank", "all")
+
+
+def parallelize(
+    model: Any,
+    mesh: MeshConfig | Mapping[str, Any],
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
+    aux_loss: str = "rank",
+    device: torch.device | str | None = None,
+    ranks_per_node: int | None = None,
+) -> MeshPlan:
+    """Shards a model over all ranks of the job; each of them then trains on a batch of its own.
+
+    Experts are divided over `expert` and sharded over `shard` by FSDP2; all other parameters are sharded over both.
+    Gradients are those of data parallelism: of the mean of all ranks' losses. Parameters keep their names. Create the
+    optimizer after this, and clip with `clip_grad_norm_` of this module.
+
+    Args:
+        model: a PreTrainedModel, with the same weights on all ranks; or on the meta device: its weights are drawn here,
+            block by block, by generators that must have the same seed on all ranks.
+        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` and
+            `buffer` have an effect.
+        mp_policy: for example `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
+        reshard_after_forward: as in `fully_shard`.
+        aux_loss: the tokens over which the model's load-balancing loss takes its means: of each `rank`, as transformers
+            does, or of `all` ranks. It is part of the loss if the model is called with `output_router_logits=True`.
+        device: of this rank; default: the current GPU, or the CPU.
+        ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
+
+    Raises:
+        ValueError: no experts of transformers' interface, weights that our kernels do not read, or a mesh that fits
+            neither the job nor the experts.
+        ImportError: transformers is missing, or older than 5.
+    """
+    if aux_loss not in AUX_LOSS:
+        raise UserError(f"aux_loss ({aux_loss!r}) must be 'rank' or 'all'")
+    mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found = dict(named_experts(model))
+    if not found:
+        raise UserError(f"{type(model).__name__} has no experts of transformers' interface: see the list of families")
+    for name, experts in found.items():
+        if (reason := _unread(experts)) is not None:
+            raise UserError(f"{name} cannot be sharded: {reason}; load the model in bfloat16 or float32")
+    plan = plan_for_counts({experts.num_experts for experts in found.values()}, mesh_config, ranks_per_node)
+    for name, experts in found.items():
+        for parameter_name, parameter in experts.named_parameters(recurse=False):
+            _shard_dimension(parameter, plan, f"{name}.{parameter_name}")
+    check_replicas(plan.replicate, device.type)
+    average_on_gloo()
+    register()
+    model.set_experts_implementation(NAME)
+    if aux_loss == "all":
+        model.register_forward_hook(_balance_over_all_ranks, with_kwargs=True)
+    meshes = build_meshes(plan, device.type)
+    policy = mp_policy or MixedPrecisionPolicy()
+    settings: Any = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    models: list[Any] = [module for module in model.modules() if hasattr(module, "_init_weights")]
+    owners: dict[nn.Module, Any] = {module: owner for owner in models for module in owner.modules()}
+    for block in _blocks(model):
+        _draw(block, owners, device)
+        if block is model and on_meta:
+            model.tie_weights()
+        for experts in dict(named_experts(block)).values():
+            if hasattr(experts, "placed"):
+                continue
+            for child in experts.children():  # a norm that all experts share
+                if next(child.parameters(), None) is not None:
+                    fully_shard(child, mesh=meshes.dense, **settings)
+            shard_experts(
+                experts,
+                meshes.plan.experts_of(dist.get_rank(), experts.num_experts),
+                meshes,
+                dimension_of=lambda parameter: _shard_dimension(parameter, plan),
+                device=device,
+                # combine weights stay as exact as the router gives them; tokens are cast by the backend
+                mp_policy=replace(policy, cast_forward_inputs=False),
+                reshard_after_forward=reshard_after_forward,
+            )
+            local = local_weights(experts, plan)
+            experts.placed = local and Placed(
+                AllToAllDispatcher(meshes.token_groups, num_experts=experts.num_experts, buffer=mesh_config.buffer),
+                local,
+            )
+        fully_shard(block, mesh=meshes.dense, **settings)
+    return plan
+
+
+def named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules whose class uses transformers' experts interface, with their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "down_proj"):
+            yield name, module
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Set as `placed` of experts that are divided over ranks; `local` gives this rank's part of a parameter."""
+
+    dispatcher: AllToAllDispatcher
+    local: LocalWeight
+
+    @torch.compiler.disable
+    def dispatch(
+        self,
+        compute: Callable[[Tensor, Tensor, PermutePlan], Tensor],
+        x_TD: Tensor,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """y_TD. Tokens travel to the ranks of their experts, and the weighted sums of their outputs back.
+
+        Args:
+            compute: y_QD of x_QD, weights_QK and the plan of the rows received, for this rank's experts.
+        """
+        rows = self.dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK), at_once=True)
+        rows = rows.receive()
+        assert rows.weights is not None and rows.plan is not None
+        return self.dispatcher.combine(rows.send_back(compute(rows.x, rows.weights, rows.plan)))
+
+
+def _blocks(model: Any) -> list[Any]:
+    """The modules that FSDP2 wraps, inner ones first: those that transformers does not split, and the model."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+    return [*reversed(blocks), model]
+
+
+def _shard_dimension(parameter: nn.Parameter, plan: MeshPlan, name: str = "") -> int:
+    """The dimension of an experts' parameter that `shard` cuts: 0 without expert parallelism, else the last.
+
+    Gate and up are concatenated along dimension 1, so only parts along the last one can be read from files in which
+    they are apart.
+
+    Raises:
+        ValueError: `shard` divides neither.
+    """
+    if plan.expert == 1 and parameter.shape[0] % plan.shard == 0:
+        return 0
+    width = parameter.shape[-1]
+    if width % plan.shard:
+        valid = [d for d in divisors(plan.world_size // plan.expert) if width % d == 0]
+        raise UserError(f"mesh.shard ({plan.shard}) must divide the width ({width}) of {name}: use {listed(valid)}")
+    return parameter.dim() - 1
+
+
+@torch.no_grad()
+def _draw(block: nn.Module, owners: Mapping[nn.Module, Any], device: torch.device) -> None:
+    """Draws the parameters and computes the buffers of a block that are on the meta device, as transformers does.
+
+    Args:
+        owners: the model whose initialization a module has.
+    """
+    for module in reversed(list(block.modules())):
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        unreal = {name: tensor for name, tensor in own.items() if tensor.is_meta}
+        for name, tensor in unreal.items():
+            real = torch.empty_like(tensor, device=device)
+            setattr(module, name, nn.Parameter(real, tensor.requires_grad) if name in module._parameters else real)
+        if unreal:
+            owners[module]._init_weights(module)
+
+
+def _balance_over_all_ranks(model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    """Replaces the load-balancing loss of this rank's tokens in the model's loss by this rank's share of all ranks'."""
+    logits = getattr(output, "router_logits", None)
+    if getattr(output, "aux_loss", None) is None or not logits or getattr(output, "loss", None) is None:
+        return
+    config = model.config.get_text_config()
+    top_k, weight = (
+        getattr(model, name, None) or getattr(config, name) for name in ("num_experts_per_tok", "router_aux_loss_coef")
+    )
+    shared = _balance(logits, top_k, kwargs.get("attention_mask"))
+    output.loss = output.loss + weight * (shared - output.aux_loss).to(output.loss)
+    output.aux_loss = shared
+
+
+def _balance(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> Tensor:
+    """The loss of Fedus et al. 2021 (arXiv 2101.03961, equations 4 to 6) as transformers computes it.
+
+    Fractions of tokens are those of all ranks' tokens, and the mean over ranks of this is the loss of all tokens.
+    """
+    experts = logits[0].shape[-1]
+    chosen_E1 = logits[0].new_zeros(experts + 1, dtype=torch.float32)  # and the number of tokens
+    probs_E = torch.zeros_like(chosen_E1[:-1])
+    for logits_TE in logits:
+        probs_TE = logits_TE.to(chosen_E1.device).softmax(-1)
+        chosen_TE = torch.zeros_like(probs_TE).scatter_(1, probs_TE.topk(top_k).indices, 1).float()
+        one_T1 = torch.ones_like(chosen_TE[:, :1])
+        weight_T1 = one_T1 if mask is None else mask.reshape(-1, 1).to(one_T1)
+        chosen_E1 += (torch.cat([chosen_TE, one_T1], 1) * weight_T1).sum(0)
+        probs_E = probs_E + (probs_TE.float() * weight_T1).sum(0)
+    chosen_E1 = chosen_E1.detach()
+    dist.all_reduce(chosen_E1)
+    return experts * dist.get_world_size() * (chosen_E1[:-1] * probs_E).sum() / chosen_E1[-1].square()

@@ -1,0 +1,94 @@
+"""`parallelize` on CPU processes: loss, gradients, clipped norm and two AdamW steps are those of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from foundry_moe.integrations import transformers as integration
+from tests.helpers import transformers_experts as certificate
+from tests.helpers.transformers_models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+# in fp64; transformers computes softmax, norms and losses, and some gates, in fp32 inside. Seen: 8e-7 and 6e-6
+TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "weights": 1e-4, "logits": 1e-5}
+WHOLE = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+OF_EACH_KIND = (
+    "aria", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "inkling2", "minimax_m3_vl", "muse_spark",
+    "nemotron_h", "openai_privacy_filter", "qwen3_moe",
+)  # fmt: skip
+
+
+def launch(processes: int, file: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.transformers_parallel", str(processes), str(file), *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads(file.read_text())
+
+
+def assert_equal_to_one_process(found: dict[str, Any]) -> None:
+    for name, differences in found.items():
+        assert isinstance(differences, dict), f"{name}: {differences}"
+        assert all(value < TOLERANCE[key] for key, value in differences.items()), f"{name}: {differences}"
+
+
+def test_every_family_on_two_processes(tmp_path):
+    """All in one launch, since processes import for seconds."""
+    arguments = ["--mesh", "1,1,2", "--small", "all", "--whole", *WHOLE, "--features", "qwen3_moe"]
+    found = launch(2, tmp_path / "found.json", *arguments)
+    features = found.pop("features")
+    rounded = features.pop("bf16")
+    assert rounded["loss"] < 1e-3 and rounded["norm"] < 1e-2, rounded
+    assert_equal_to_one_process(features)
+    (families,) = found.values()
+    assert {family.experts.__name__ for family in certificate.families()} < set(families)
+    assert_equal_to_one_process(families)
+
+
+def test_every_kind_of_experts_on_four_processes(tmp_path):
+    found = launch(4, tmp_path / "found.json", "--mesh", "1,2,2", "--mesh", "2,1,2", "--small", *OF_EACH_KIND)
+    assert set(found) == {"1,2,2", "2,1,2"}
+    for families in found.values():
+        assert len(families) >= 10
+        assert_equal_to_one_process(families)
+
+
+@pytest.fixture
+def four_ranks():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "options", "message"),
+    [
+        ("llama", {"expert": 2}, {}, "LlamaForCausalLM has no experts of transformers' interface"),
+        ("qwen3_moe", {"expert": 4}, {}, r"mesh.expert \(4\) must divide num_experts \(6\): use 1 or 2"),
+        ("qwen3_moe", {"expert": 2, "shard": 4}, {}, r"mesh.expert \(2\) x mesh.shard \(4\) = 8 does not fit"),
+        ("qwen3_moe", {"expert": 2}, {"aux_loss": "global"}, r"aux_loss \('global'\) must be 'rank' or 'all'"),
+    ],
+)
+def test_mistakes_are_one_sentence(kind, mesh, options, message, four_ranks):
+    with pytest.raises(ValueError, match=message):
+        integration.parallelize(tiny_model(kind), mesh, **options)
+
+
+def test_a_width_that_shard_does_not_divide_is_named(four_ranks):
+    model = tiny_model("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(torch.zeros(6, 32, 23))
+    message = r"mesh.shard \(2\) must divide the width \(23\) of model.layers.1.mlp.experts.down_proj: use 1"
+    with pytest.raises(ValueError, match=message):
+        integration.parallelize(model, {"expert": 2, "shard": 2})
