@@ -244,8 +244,7 @@ class MoEConfig:
             the residual stream, as in GPT-2 (Radford et al. 2019, section 2.3).
         shared_expert_hidden_size: width of an expert that every token uses; 0 = none.
         shared_expert_gate: multiply the shared expert's output by sigmoid(x w), as Qwen2-MoE does.
-        capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops
-            none.
+        capacity: null = dropless; a number = capacity factor with token dropping.
         drop: the choices beyond the capacity: the last in token order (position) or those of least weight (weight).
         backend: auto | blocksparse | grouped | reference.
         memory: save | recompute the activation in the backward pass (blocksparse).
@@ -277,7 +276,9 @@ class MoEConfig:
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
     shared_expert_gate: bool = False
-    capacity: float | Literal["dynamic"] | None = None
+    capacity: float | None = field(
+        default=None, metadata=form("null for dropless, or a capacity factor such as 1.25 (`dynamic` dropped nothing)")
+    )
     drop: str = "position"
     backend: str = "auto"
     memory: str = "save"
@@ -324,10 +325,9 @@ class MoEConfig:
         for name, weight in {} if self.loss == AUTO else self.loss.items():
             if not fits(weight, float) or weight < 0:
                 yield f"loss.{name} ({weight!r}) must be a number of 0 or more"
-        factor = isinstance(self.capacity, int | float)
-        if factor and self.capacity <= 0:  # type: ignore[operator]
-            yield f"capacity ({self.capacity}) must be above 0, dynamic, or null for dropless"
-        if self.drop == "weight" and not factor:
+        if self.capacity is not None and self.capacity <= 0:
+            yield f"capacity ({self.capacity}) must be above 0, or null for dropless"
+        if self.drop == "weight" and self.capacity is None:
             yield f"drop ({self.drop}) needs a capacity factor: set capacity ({self.capacity}) to a number such as 1.25"
 
     def _lora_mistakes(self) -> Iterator[str]:
@@ -355,7 +355,6 @@ class MoEConfig:
             yield f"expert_hidden_size ({list(widths)}): every width must be 1 or more"
         for key, value, allowed in (
             ("backend", self.backend, ("auto", "blocksparse", "reference")),
-            ("capacity", self.capacity, (None,)),
             ("init", self.init, (AUTO, "random")),
             ("bias", self.bias, (AUTO, False)),
         ):

@@ -176,8 +176,7 @@ def _activation_backward_kernel(
     weight = tl.full((ROWS,), 1.0, tl.float32)
     if WEIGHTED:
         source = tl.load(source_ptr + r, mask=inside, other=0)
-        # a slot of the padded layout may be unused: -1
-        weight = tl.load(weights_ptr + source, mask=inside & (source >= 0), other=0.0).to(tl.float32)
+        weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
     base = r.to(tl.int64) * width
     up_at = up_rows.to(tl.int64) * width
     dots = tl.zeros((ROWS,), tl.float32)

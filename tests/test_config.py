@@ -58,7 +58,11 @@ def test_a_layer_has_no_more_experts_than_kernels_can_sort():
         ({"num_experts": 8, "layers": 3}, r"layers must be all, {every: n} or a list of indices such as .*, not 3"),
         ({"num_experts": 8, "gate": "switch"}, r"gate must be a mapping such as {name: topk}, not 'switch'"),
         ({"num_experts": 8, "init_std": float("nan")}, "init_std must be a number, not nan"),
-        ({"num_experts": 8, "capacity": float("inf")}, "capacity must be a number or dynamic or null, not inf"),
+        ({"num_experts": 8, "capacity": float("inf")}, "capacity must be null for dropless, or a capacity factor"),
+        (
+            {"num_experts": 8, "capacity": "dynamic"},
+            r"\(`dynamic` dropped nothing\), not 'dynamic'",
+        ),
         ({"num_experts": 8, "loss": {"z": float("nan")}}, r"loss.z \(nan\) must be a number of 0 or more"),
         ({"num_experts": 8, "mesh": {"all_to_all": "flatt"}}, r"dmoe.mesh.all_to_all: 'flatt' is not one of"),
         ({"num_experts": 8, "mesh": {"experts": 2}}, "did you mean 'expert'?"),

@@ -11,7 +11,6 @@ CLAIMS = (
     ),
     ("MegaBlocks, figure 4: tile sizes", "python benchmarks/sparse_tiles.py --cases XS,Small,Medium"),
     ("MegaBlocks, section 5.1: cost of the topology", "python -m benchmarks.papers.megablocks_indices"),
-    ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo.pt"),
     (
         "MegaBlocks, figures 7 and 8: speed at equal loss",
         "python -m benchmarks.papers.dropping text",
@@ -22,7 +21,7 @@ CLAIMS = (
     ),
     ("its text, from Debian's packages of sources", "python -m benchmarks.papers.make_text text"),
     ("MegaBlocks issue 86: the scale of experts' gradients", "make verify"),
-    ("HetuMoE: the layer against GShard's einsums and padding", "python -m benchmarks.papers.hetumoe_layer"),
+    ("HetuMoE: the layer against GShard's einsums", "python -m benchmarks.papers.hetumoe_layer"),
     ("HetuMoE: top-k and layout transform", "python benchmarks/routing.py"),
     (
         "HetuMoE: hierarchical all-to-all (root)",

@@ -1,15 +1,15 @@
 """MegaBlocks, figures 7 and 8: MoE beside a dense Transformer and token dropping, at equal validation loss.
 
     python -m benchmarks.papers.make_text text
-    python -m benchmarks.papers.dropping text --size XS --runs dmoe dense cap1 cap1.5 cap2 dynamic dmoe/1 dense/1
+    python -m benchmarks.papers.dropping text --size XS --runs dmoe dense cap1 cap1.5 cap2 dmoe/1 dense/1
     python -m benchmarks.papers.dropping text --runs dense,lr=2e-3 fine fine,gate.normalize=False,loss.z=0.001/1
 
 Gale et al. 2022 (arXiv 2211.15841), section 6: the paper's sizes, sequences of 1024, in bf16 on one GPU.
 A run is a way, with changes of its keys behind commas and `/1` of another seed. All train the same model on the same
 tokens with one schedule, each at the largest microbatch that fits, found by trying: they differ in their FFNs alone.
 `dmoe` is the paper's, 64 experts and top-1; `fine` has 64 experts of an eighth, of which a token chooses eight. Both
-use our kernels, `capN` drops beyond a capacity factor, `dynamic` pads to the fullest expert as Tutel does; these two
-multiply in batched products of cuBLAS, with our kernels around them. `dense` has as many active weights as all of them.
+use our kernels; `capN`, on the same ones, drops beyond a capacity factor and pads nothing. `dense` has as many active
+weights as all of them.
 
 The learning rate is warmed up, constant, and decays at the end. Speed at equal loss is read from the constant part:
 there no curve knows how long it will be. Time is that of training steps alone.
@@ -56,14 +56,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "cap1": {"capacity": 1.0},
     "cap1.5": {"capacity": 1.5},
     "cap2": {"capacity": 2.0},
-    "dynamic": {"capacity": "dynamic"},
     "fine": {"expert_width": 0.5, "top_k": 8, "gate": {"name": "topk"}},
 }
 DECAY, LAST = 0.2, 0.1  # share of the tokens at the end; the last learning rate over the highest
 # the paper's figures for dropless over a way, at equal loss: XS and Small
 PAPER = {
     "dense": "1.8 to 2.4",
-    "dynamic": "1.38 (XS), 2.0 (Small)",
     **dict.fromkeys(("cap1", "cap1.5", "cap2"), "1.18 to 1.38 over the best"),
 }
 COMPILE: dict[str, bool | str] = {"none": False, "parts": True, "blocks": "blocks"}

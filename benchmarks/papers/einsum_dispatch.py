@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundry_moe.ops.padded import capacity_of
+from foundry_moe.ops.capacity import capacity_of
 
 
 def combine_weights(logits_GSE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""HetuMoE's layer (Nie et al. 2022, arXiv 2203.14685) beside GShard's einsums and Tutel's padding. On a GPU:
+"""HetuMoE's layer (Nie et al. 2022, arXiv 2203.14685) beside GShard's einsums. On a GPU:
 
     python -m benchmarks.papers.hetumoe_layer [--batches 8 16 32 64 128]
 
@@ -8,13 +8,11 @@ that no all-to-all is part of any layer; experts are 2048 wide as the tokens are
 the balance loss, launches hidden. Loads are those of a random gate on random tokens, near even. The ways:
 
     ours            dropless
-    padded dynamic  the smallest capacity that drops nothing (Tutel, Hwang et al. 2023), placed by our kernels and
-                    multiplied by cuBLAS; it reads the loads on the host in each step
-    padded 1        capacity factor 1, which drops; likewise
+    capacity 1      capacity factor 1, which drops; on the same kernels
     einsum          GShard's masks, capacity factor 1, which drops, in one group, as DeepSpeed-MoE has them
     einsum groups   the same in groups of one sequence
 
-The peers' own kernels are not measured: these are their methods (`einsum_dispatch.py`, `ops/padded.py`).
+The peers' own kernels are not measured: these are their methods (`einsum_dispatch.py`).
 
 Shapes: T tokens, D model width.
 """
@@ -41,14 +39,13 @@ GATES: dict[str, dict[str, Any]] = {
 }
 Shape = tuple[int, int, int]  # model width, experts' width, experts
 SHAPE, SEQUENCE = (2048, 2048, 16), 1024
-WAYS = ("ours", "padded dynamic", "padded 1", "einsum", "einsum groups")
+WAYS = ("ours", "capacity 1", "einsum", "einsum groups")
 BALANCE = 0.01
 COLUMNS = (
     "gate",
     "batch",
     *(f"{way} ms" for way in WAYS),
     "einsum over ours",
-    "best padded over ours",
     "the paper, over DeepSpeed-MoE",
 )
 PAPER = {("switch", 32): "8.1"}
@@ -92,8 +89,7 @@ def steps_of(gate: str, shape: Shape, x_TD: Tensor, dy_TD: Tensor, sequences: in
     layer = build(gate, shape)
     return {
         "ours": partial(step, layer, x_TD, dy_TD),
-        "padded dynamic": partial(step, build(gate, shape, "dynamic"), x_TD, dy_TD),
-        "padded 1": partial(step, build(gate, shape, 1.0), x_TD, dy_TD),
+        "capacity 1": partial(step, build(gate, shape, 1.0), x_TD, dy_TD),
         "einsum": partial(step, layer, x_TD, dy_TD, 1),
         "einsum groups": partial(step, layer, x_TD, dy_TD, sequences),
     }
@@ -114,8 +110,7 @@ def rows_of(batches: list[int], shape: Shape = SHAPE, sequence: int = SEQUENCE, 
                     torch.cuda.empty_cache()
             shown = [f"{times[way]:.3f}" if way in times else "out of memory" for way in WAYS]
             over = f"{times['einsum'] / times['ours']:.2f}" if "einsum" in times else ""
-            padded = min(times["padded dynamic"], times["padded 1"]) / times["ours"]
-            rows.append([gate, str(batch), *shown, over, f"{padded:.2f}", PAPER.get((gate, batch), "")])
+            rows.append([gate, str(batch), *shown, over, PAPER.get((gate, batch), "")])
     return rows
 
 

@@ -54,7 +54,7 @@ _CHANGES = (
     "fine,gate.score=sigmoid", "fine,gate.normalize=False",
     "fine,gate_lr=0.1", "fine,gate_lr=5.0", "fine,gate_init=5.0",
     "fine,expert_lr=2.0", "fine,expert_lr=0.5", "fine,expert_init=2.0",
-    "fine,capacity=1.0", "fine,capacity='dynamic'",
+    "fine,capacity=1.0",
 )  # fmt: skip
 _LONG = "--tokens 400000000 --batch 64 --warmup 0.0125 --lr 1e-3 --every 60 --seconds 3000"
 _SHORT = "--tokens 20000000 --batch 32 --warmup 0.1 --lr 1e-3 --every 61"
@@ -63,7 +63,7 @@ PLANS = {
     "long": (Plan(size="XS", flags=_LONG, runs=("dense", RECIPE, MORE, "dense/1", f"{RECIPE}/1", f"{MORE}/1")),),
     "larger": tuple(Plan(size=size, flags=_LONG, runs=("dense", RECIPE)) for size in ("Small", "Medium")),
     "dropping": (
-        Plan(size="XS", flags=_LONG + " --reference dmoe", runs=("dmoe", "cap1", "cap2", "dynamic")),
+        Plan(size="XS", flags=_LONG + " --reference dmoe", runs=("dmoe", "cap1", "cap2")),
         Plan(size="XS", flags=f"{_LONG} --reference {RECIPE}", runs=(RECIPE, f"{RECIPE},capacity=1.0")),
     ),
     "toy": (

@@ -274,7 +274,6 @@ def _describe_backend(layer: MoELayer) -> str:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
         width=layer.d_model,
         hidden=config.expert_hidden_size,
-        capacity=config.capacity,
     )
 
 

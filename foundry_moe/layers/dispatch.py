@@ -68,9 +68,7 @@ class Dispatcher:
 
     def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
         """Starts to send tokens to their experts, in rounds where they are too many, unless `at_once`."""
-        plan = choices.plan
-        if plan is None:
-            plan = plan_permute(choices.experts_TK, self.local_experts, choices.rows)
+        plan = plan_permute(choices.experts_TK, self.local_experts, choices.rows)
         return Dispatched(x_TD, choices.weights_TK, plan)
 
     def combine(self, results: Dispatched) -> Tensor:

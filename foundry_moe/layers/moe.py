@@ -22,7 +22,7 @@ from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losses
 from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.schedule import Progress
-from foundry_moe.ops.padded import plan_padded
+from foundry_moe.ops.capacity import drop_beyond_capacity
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.schema import UserError
 
@@ -238,17 +238,17 @@ class MoELayer(nn.Module):
         wanted_TK = choices.experts_TK
         if mask_T is not None:
             wanted_TK = wanted_TK.masked_fill(~mask_T[:, None], -1)
-        plan = plan_padded(
+        kept_TK = drop_beyond_capacity(
             wanted_TK,
             self.num_experts,
             top_k=self.config.top_k,
-            capacity=self.config.capacity,
+            factor=self.config.capacity,
             weights_TK=choices.weights_TK if self.config.drop == "weight" else None,
             mask_T=mask_T,
         )
         wanted = (wanted_TK >= 0).sum()
-        dropped = (wanted - (plan.row_TK >= 0).sum()) / wanted.clamp(min=1)
-        return Choices(experts_TK=plan.experts_TK, weights_TK=choices.weights_TK, plan=plan), dropped
+        dropped = (wanted - (kept_TK >= 0).sum()) / wanted.clamp(min=1)
+        return Choices(experts_TK=kept_TK, weights_TK=choices.weights_TK), dropped
 
     def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], choices: Choices, mask_T: Tensor | None) -> Tensor:
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""

@@ -61,7 +61,7 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
         )
     if config.bias is True:
         raise UserError("bias (true): experts of Hugging Face's families have no biases; use false")
-    if config.capacity is not None and config.capacity != "dynamic":
+    if config.capacity is not None:
         raise UserError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
     same = {key: getattr(config, key) for key in _OF_CONFIG}
     return Blocks(**same, d_model=d_model, layers=layers, num_layers=num_layers)

@@ -104,13 +104,12 @@ def describe_backend(
     *,
     width: int,
     hidden: int | tuple[int, ...],
-    capacity: float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> str:
     """The backend that computes experts with these settings, and the reason.
 
     Args:
-        backend, capacity: as in `MoEConfig`.
+        backend: as in `MoEConfig`.
         dtype: of matrix products.
         width, hidden: D and F; several F for experts of different widths.
         capability: of a CUDA device that need not be present; default: the device's own.
@@ -126,8 +125,6 @@ def describe_backend(
                 f"Triton {triton.__version__} compiles no matrix products for this GPU (sm_{major}{minor}): use the "
                 "modern stack (uv pip install --override requirements/modern.txt '.[foundry]')"
             )
-    if capacity is not None:
-        return f"batched products over slots, as capacity ({capacity}) requires; backend is for dropless layers"
     chosen = choose_backend(backend, device, dtype, capability)
     name = str(dtype).removeprefix("torch.")
     if chosen == "blocksparse":

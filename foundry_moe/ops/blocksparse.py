@@ -1,10 +1,9 @@
 """The expert MLP as custom operators on Triton kernels, with gradients.
 
-Four operators: up and down, forward and backward. Each calls the products of one of three families:
+Four operators: up and down, forward and backward. Each calls the products of one of two families:
 
     hopper    ragged grouped kernels, for experts of one width (`foundry_moe_kernels.expert_products`)
     portable  SDD, DSD and DDS over the hybrid CSR-COO topology, any chip, any widths (`foundry_moe_kernels.products`)
-    padded    batched products over E blocks of C slots, for token dropping (`foundry_moe.ops.padded`)
 
 Two nodes in the graph: the first (up) saves x, the second (down) the pre-activations z. The backward pass of the
 second overwrites z with its gradient and passes that on, so z and its gradient never exist at once. A second backward
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from foundry_moe_kernels import expert_products as hopper
-from foundry_moe_kernels import padded as slots
 from foundry_moe_kernels import permute as permute_kernels
 from foundry_moe_kernels import pointwise, products, tuning
 from foundry_moe_kernels.activations import NAMES
@@ -55,9 +53,9 @@ COPY_BYTES = 128 * 2**20
 class ExpertPlan(NamedTuple):
     """The tensors and settings that the operators of one call share.
 
-    source_R, row_TK, offsets_E: of `PermutePlan`; for padded rows `offsets_E` has one entry, R.
+    source_R, row_TK, offsets_E: of `PermutePlan`.
     table: int32, read by all products: block rows for `hopper`, the topology for `portable`.
-    kernels: hopper | portable | padded.
+    kernels: hopper | portable.
     widths: F of each expert.
     activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.GLUFormula`).
     layout: of gate and up in w1 and in z.
@@ -151,9 +149,7 @@ def _gradients_of(w1: Tensor, planes: int, plan: ExpertPlan, dtype: torch.dtype)
 
 
 def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
-    """x_RD: the token of each row. Rows past the end are undefined, unused slots zeros."""
-    if plan.kernels == "padded":
-        return slots.gather(x_TD, plan.source_R, plan.row_TK.shape[1])
+    """x_RD: the token of each row. Rows past the end are undefined."""
     return permute_kernels.permute(x_TD, plan.row_TK, None, plan.rows)
 
 
@@ -206,16 +202,10 @@ def _up(
         )
     if plan.kernels == "hopper":
         return hopper.up(_tokens(x_TD, plan) or _gather(x_TD, plan), weights, plan.ragged, plan.activation)
-    if plan.kernels == "portable":  # reads the tokens of its rows from x itself
-        choices = plan.row_TK.shape[1]
-        return products.sdd_act(
-            x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=_tf32()
-        )
-    x_ECD = _gather(x_TD, plan).view(w1.shape[0], -1, w1.shape[2])
-    z_PRF = x_TD.new_empty(len(weights), plan.rows, plan.widths[0])
-    for z_RF, weight in zip(z_PRF, weights, strict=True):
-        torch.bmm(x_ECD, weight.mT, out=z_RF.view(w1.shape[0], -1, w1.shape[1]))
-    return z_PRF, pointwise.activate(z_PRF, plan.offsets_E, plan.activation)
+    choices = plan.row_TK.shape[1]
+    return products.sdd_act(  # reads the tokens of its rows from x itself
+        x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=_tf32()
+    )
 
 
 def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
@@ -241,10 +231,8 @@ def _down(
         return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
     if plan.kernels == "hopper":
         y_RD = hopper.rows_product(h_V[None], (w2,), plan.ragged, transposed=True)
-    elif plan.kernels == "portable":
-        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=_tf32(), zero_tail=False)
     else:
-        y_RD = torch.bmm(h_V.view(w2.shape[0], -1, w2.shape[2]), w2.mT).view(plan.rows, -1)
+        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=_tf32(), zero_tail=False)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK)
 
 
@@ -282,7 +270,7 @@ def _down_backward_into(
     dw2 = torch.empty_like(w2, dtype=dtype)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     dy_RD = _gather(_aligned(dy_TD), plan)
-    # In each family dh takes the memory that the weighted h has afterwards. The combine weights enter with the
+    # In both families dh takes the memory that the weighted h has afterwards. The combine weights enter with the
     # activation's backward pass, so that no product is computed for their gradient.
     if plan.kernels == "hopper":
         ragged = plan.ragged
@@ -291,7 +279,7 @@ def _down_backward_into(
         )
         outer = (h_V[None], dy_RD) if turned else (dy_RD[None], h_V)
         hopper.weight_gradient(*outer, ragged, out=(dw2.mT if turned else dw2)[None])
-    elif plan.kernels == "portable":
+    else:
         topology, stacked = plan.topology, w2.dim() == 3
         h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=_tf32(), zero_tail=False)
         if topology.uniform:
@@ -304,13 +292,6 @@ def _down_backward_into(
             )
         out = dw2.mT if stacked else dw2
         products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=out)
-    else:
-        dy_ECD = dy_RD.view(w2.shape[0], -1, w2.shape[1])
-        h_ECF = torch.bmm(dy_ECD, w2)
-        dots = pointwise.activation_backward_(
-            h_ECF.view(plan.rows, -1), z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R, out=dz_PV
-        )
-        torch.bmm(dy_ECD.mT, h_ECF, out=dw2)
     if weights_TK is None or dots is None:
         return dw2, dy_TD.new_empty(0)
     return dw2, permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
@@ -332,47 +313,37 @@ def _up_backward(
     dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1, plan)
     turned = w1.dim() == 3 and weights[0].stride(-1) != 1  # as it lies, the gradient is that of w1.mT
     dx_TD = x_TD.new_empty(0)
-    ragged = plan.ragged if plan.kernels == "hopper" else None
-    topology = None
-    if plan.kernels == "portable":
+    on_hopper = plan.kernels == "hopper"
+    if on_hopper:
+        ragged = plan.ragged
+    else:
         topology = plan.topology_of(dz_PV.shape[2]) if plan.pairs else plan.topology
     x_RD = None
     if needs_dx:
-        if ragged is not None:
+        if on_hopper:
             beside = None
             tokens = _tokens(x_TD, plan)
             if tokens is not None and hopper.copies(tokens):  # the product copies x's rows for the weights' gradient
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
                 beside = (tokens, x_RD)
             dx_RD = hopper.rows_product(dz_PV, weights, ragged, transposed=False, beside=beside)
-        elif topology is not None:
-            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=_tf32(), zero_tail=False)
         else:
-            dz_PECF = dz_PV.view(len(weights), w1.shape[0], -1, w1.shape[1])
-            dx_ECD = torch.bmm(dz_PECF[0], weights[0])
-            if v1 is not None:
-                dx_ECD.baddbmm_(dz_PECF[1], weights[1])
-            dx_RD = dx_ECD.view(plan.rows, -1)
-            del dx_ECD
+            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=_tf32(), zero_tail=False)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
     dw1, dw_P = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
     # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 against 0.2 ms)
-    for columns in [slice(None)] if x_RD is not None or plan.kernels == "padded" else column_parts(plan.rows, x_TD):
+    for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD):
         rows = _gather(x_TD[:, columns], plan) if x_RD is None else x_RD
-        if ragged is not None and turned:
+        if on_hopper and turned:
             hopper.weight_gradient(rows[None], dz_PV[0], ragged, out=dw_P.mT[:, :, columns])
-        elif ragged is not None:
+        elif on_hopper:
             hopper.weight_gradient(dz_PV, rows, ragged, out=dw_P[..., columns])
-        elif topology is not None:
+        else:
             stacked = w1.dim() == 3
             for dz_V, dw in zip(dz_PV, dw_P, strict=True):
                 products.dsd(dz_V, rows, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=dw[..., columns])
-        else:
-            for dz_RF, dw in zip(dz_PV, dw_P, strict=True):
-                dz_EFC = dz_RF.view(w1.shape[0], -1, w1.shape[1]).mT
-                torch.bmm(dz_EFC, rows.view(w1.shape[0], -1, w1.shape[2]), out=dw)
         del rows  # before the next part is copied
     return dx_TD, dw1, _bias_gradient(dz_PV[0], plan) if plan.biased else w1.new_empty(0)
 
@@ -479,8 +450,6 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
     Args:
         dtype: of the weights' gradients.
     """
-    if plan.kernels == "padded":
-        return
     weights_dtype = None if weights_TK is None else weights_TK.dtype
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     key = (w2.device, w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, dtype, *plan.settings)
@@ -557,14 +526,10 @@ def plan_experts(
         layout = "planes"
     stacked = widths is None
     widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
-    if plan.capacity is not None:
-        kernels = "padded"
-        offsets_E = table = torch.full((1,), plan.num_rows, dtype=torch.int32, device=x_TD.device)
-    else:
-        hopper_computes = stacked and takes_hopper(x_TD.device, x_TD.dtype, w2.shape[1], w2.shape[2])
-        kernels = "hopper" if hopper_computes else "portable"
-        make = _table if is_traced(x_TD) else _table.eager
-        offsets_E, table = plan.offsets_E, make(plan.offsets_E, plan.num_rows, kernels, widths)
+    hopper_computes = stacked and takes_hopper(x_TD.device, x_TD.dtype, w2.shape[1], w2.shape[2])
+    kernels = "hopper" if hopper_computes else "portable"
+    make = _table if is_traced(x_TD) else _table.eager
+    table = make(plan.offsets_E, plan.num_rows, kernels, widths)
     return ExpertPlan(
-        plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
+        plan.source_R, plan.row_TK, plan.offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
     )

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundry_moe.ops.backends import ALIGN, FLOATS, choose_backend
+from foundry_moe.ops.backends import ALIGN, choose_backend
 from foundry_moe.ops.blocksparse import check_kinds, expert_down, expert_recompute, expert_up, plan_experts
 from foundry_moe.ops.lora import Adapters, lora_mlp, supports
-from foundry_moe.ops.operators import is_traced, on_gpu
+from foundry_moe.ops.operators import is_traced
 from foundry_moe.ops.permute import PermutePlan
 from foundry_moe.ops.unfused import POINTWISE, unfused_mlp
 
@@ -53,7 +53,7 @@ def expert_mlp(
     Args:
         x_TD: [T, D].
         weights_TK: combine weights [T, K], any float dtype; None = all one.
-        plan: from `plan_permute`, or from `plan_padded`: then batched products, for every backend.
+        plan: from `plan_permute`.
         w1, v1: [E, F, D]; v1 None = an MLP without gate.
         w2: [E, D, F].
         activation: a name in `foundry_moe.ops.POINTWISE`.
@@ -78,17 +78,12 @@ def expert_mlp(
     if autocast:
         x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
     dtype = x_TD.dtype
-    if plan.capacity is not None:
-        # in a compiled graph the plain version, whose activation inductor fuses
-        on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling() and adapters is None
-        backend = "blocksparse" if on_kernels else "batched"
-    else:
-        backend = choose_backend(backend, x_TD.device, dtype)
+    backend = choose_backend(backend, x_TD.device, dtype)
     aligned = _aligned(x_TD, weights[2], widths)
     read, copied = weights, False  # read: by products
     if autocast:
         # kernels write the gradients of fp32 weights in fp32 themselves
-        copied = backend == "blocksparse" and plan.capacity is None and adapters is None and aligned
+        copied = backend == "blocksparse" and adapters is None and aligned
         copied = copied and weights[0].dtype is weights[2].dtype is torch.float32 and dtype is not torch.float32
         cast = [None if w is None else (w.detach() if copied else w).to(dtype) for w in weights]
         read = (cast[0], cast[1], cast[2])  # type: ignore[assignment]
@@ -189,8 +184,6 @@ def _check(
             )
         if backend == "grouped":
             raise ValueError("backend (grouped) computes experts of one width: use auto, blocksparse or reference")
-        if plan.capacity is not None:
-            raise ValueError(f"capacity ({plan.capacity}) is for experts of one width, not of {list(widths)}")
         second = tuple(w1.shape)
     else:
         second = (experts, w1.shape[2], w1.shape[1] // (2 if gate_up else 1))

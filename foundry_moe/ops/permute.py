@@ -29,7 +29,6 @@ class PermutePlan:
     offsets_E: int32, the row after the last one of each expert (inclusive cumulative sum).
     source_R: int32, the assignment t * K + k of each row; -1 past the end.
     row_TK: int32, the row of each assignment; -1 where there is none.
-    capacity: None, or C: rows are E blocks of C slots, of which the first ones are used (see `ops/padded.py`).
     """
 
     experts_TK: Tensor
@@ -37,7 +36,6 @@ class PermutePlan:
     offsets_E: Tensor
     source_R: Tensor
     row_TK: Tensor
-    capacity: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -78,7 +76,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
 
 def permute(x_TD: Tensor, plan: PermutePlan) -> Tensor:
     """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
-    return _Permute.apply(x_TD, plan.source_R, plan.row_TK, _ends(plan))
+    return _Permute.apply(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
 def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Tensor:
@@ -86,12 +84,7 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
 
     A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
     """
-    return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, _ends(plan))
-
-
-def _ends(plan: PermutePlan) -> Tensor | None:
-    """None for padded rows: the kernels take rows without gaps."""
-    return plan.offsets_E if plan.capacity is None else None
+    return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -207,7 +200,7 @@ def _gradients_triton(
 
 
 def _gradients_plain(
-    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor | None
+    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     dy_RD = gather_tokens(dy_TD, source_R, row_TK.shape[1])
     dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
@@ -218,28 +211,24 @@ def _gradients_plain(
     return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK
 
 
-def _takes(matrix: Tensor, *plan: Tensor | None) -> bool:
-    return on_gpu(*_FLOATS)(matrix) and plan[-1] is not None
-
-
 _gather = twins(
     "permute",
     triton=_gather_triton,
     plain=lambda x_TD, source_R, row_TK, _: gather_tokens(x_TD, source_R, row_TK.shape[1]),
     fake=lambda x_TD, source_R, *_: x_TD.new_empty(source_R.shape[0], x_TD.shape[1]),
-    takes=_takes,
+    takes=on_gpu(*_FLOATS),
 )
 _sum = twins(
     "unpermute",
     triton=_sum_triton,
     plain=lambda y_RD, weights_TK, _, row_TK, __: sum_choices(y_RD, weights_TK, row_TK),
     fake=lambda y_RD, weights_TK, _, row_TK, __: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
-    takes=_takes,
+    takes=on_gpu(*_FLOATS),
 )
 _gradients = twins(
     "unpermute_backward",
     triton=_gradients_triton,
     plain=_gradients_plain,
     fake=lambda dy_TD, y_RD, weights_TK, *_: (y_RD.new_empty(y_RD.shape), weights_TK.new_empty(weights_TK.shape)),
-    takes=_takes,
+    takes=on_gpu(*_FLOATS),
 )

@@ -1,8 +1,8 @@
 """The expert MLP as separate products of rows with their expert's matrix, and the activation between them.
 
-The product is one of four: `reference` multiplies one expert after another; all backends are compared with it (it
+The product is one of three: `reference` multiplies one expert after another; all backends are compared with it (it
 reads the loads on the host: not for a GPU's steps); `grouped` is torch's grouped product, a check of the kernels;
-`batched` takes rows in E blocks of as many slots (see `plan_padded`); `blocksparse` is `expert_linear` on kernels.
+`blocksparse` is `expert_linear` on kernels.
 
 With LoRA adapters (Hu et al. 2021) a product is x W^T + scale * (x A^T) B^T, row by row, without forming W + B A.
 
@@ -50,11 +50,6 @@ def _grouped(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool
     return torch._grouped_mm(x_RK, weight if inputs_first else weight.mT, offs=plan.offsets_E)
 
 
-def _batched(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    x_ECK = x_RK.view(weight.shape[0], -1, x_RK.shape[1])
-    return torch.bmm(x_ECK, weight if inputs_first else weight.mT).flatten(0, 1)
-
-
 def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool, *, plain: bool = False) -> Tensor:
     return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first, plain=plain)
 
@@ -62,7 +57,6 @@ def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool,
 _PRODUCTS: dict[str, Product] = {
     "reference": partial(_ragged, plain=True),
     "grouped": _grouped,
-    "batched": _batched,
     "blocksparse": _ragged,
 }
 
@@ -83,7 +77,7 @@ def unfused_mlp(
 
     Args:
         weights: w1, v1 and w2, as `foundry_moe.ops.expert_mlp` takes them.
-        backend: reference | grouped | batched | blocksparse.
+        backend: reference | grouped | blocksparse.
         widths: of experts of different widths (reference only).
         adapters: of any float dtype; computed in that of the rows.
         memory: with adapters, save | recompute everything in the backward pass.

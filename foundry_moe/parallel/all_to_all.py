@@ -184,7 +184,7 @@ class AllToAllDispatcher(Dispatcher):
             # The tuple holds an empty slice of the weights, since FSDP2 would cast the weights themselves. The slice is
             # needed where weights need a gradient and tokens do not: FSDP2 reduces in the same order on all ranks only
             # if it finds a tensor with a gradient.
-            choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK, plan=None)
+            choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK)
             parts = Parts(dispatcher=self, tokens=rounds, choices=choices)
             return Dispatched(x_TD, weights_TK[:0], parts=parts)
         exchange = self.plan_exchange(counts_PP2, row_TC)

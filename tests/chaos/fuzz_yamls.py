@@ -134,7 +134,7 @@ GOOD_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("model.logit_scale", (0.5, "inv_sqrt_d_model", None)),
     ("model.moe.gate", ({"name": "topk", "score": "sigmoid"}, {"name": "topk", "jitter": 0.1, "bias_balance": True})),
     ("model.moe.loss", ({}, {"balance": 0.1}, "auto")),
-    ("model.moe.capacity", (None, 1.25, "dynamic")),
+    ("model.moe.capacity", (None, 1.25)),
     ("model.moe.layers", ("all", {"every": 2}, [0, 1])),
     ("model.moe.top_k", (1, 2)),
     ("model.moe.memory", ("recompute",)),

@@ -205,5 +205,5 @@ def test_what_is_missing_or_no_number_differs() -> None:
     assert step_zero_row({"converted": (some, some * 2)}).verdict == "differs"
     base = MoEConfig(num_experts=4, top_k=1, gate={"name": "base"})
     assert why_not(base, {}) == "gate base has no independent formula"
-    switch = MoEConfig(num_experts=4, top_k=1, gate={"name": "switch"}, capacity="dynamic")
+    switch = MoEConfig(num_experts=4, top_k=1, gate={"name": "switch"})
     assert not why_not(switch, {"jitter": 0.01})

@@ -19,7 +19,6 @@ from foundry_moe_kernels import (
     gate_logits,
     low_rank,
     noise,
-    padded,
     permute,
     permute_plan,
     pointwise,
@@ -130,7 +129,6 @@ def launch_experts(dtype: torch.dtype) -> None:
     permute.unpermute(x, weights_TK, row_TK)
     permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)
     permute.gather_dots(torch.zeros(1, R), row_TK, torch.float32)
-    padded.gather(x[:T], source_R, K)
     param, grad, mean, square = (torch.zeros(F) for _ in range(4))
     for factor in (None, torch.ones(())):
         adamw.adamw(
@@ -174,8 +172,7 @@ def launch_routing(experts: int = 128) -> None:
     select_topk.keep_largest(logits_TE.t().contiguous(), 8)
     experts_TK = torch.zeros(T, K, dtype=torch.int64)
     permute_plan.count_choices(experts_TK, experts, mask_T)
-    experts_A, _, offsets_E, _, row_A = permute_plan.plan_permute(experts_TK, experts)
-    padded.assign_slots(experts_A, row_A, offsets_E, None, experts_TK.shape, 8, 8)
+    permute_plan.plan_permute(experts_TK, experts)
     counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
     dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)

@@ -10,7 +10,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.ops.padded import capacity_of, plan_padded
+from foundry_moe.ops.capacity import capacity_of, drop_beyond_capacity
 
 CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
 
@@ -52,9 +52,10 @@ def naive_places(experts_TK, experts, room):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("capacity", [0.3, 1.0, 1.25, 3.0, "dynamic"])
-@pytest.mark.parametrize("kind", ["random", "ragged", "all to one"])
-def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 3.0])
+@pytest.mark.parametrize("kind", ["random", "ragged", "all to one", "none chosen"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_places_go_to_first_choices_first_or_to_the_heaviest(factor, kind, weighted):
     """Offsets taken from the wrong choice's mask make first and second choices collide in one place."""
     generator = torch.Generator().manual_seed(0)
     experts_TK = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(23)])
@@ -63,31 +64,28 @@ def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
     elif kind == "all to one":
         experts_TK[:, 0] = 4
         experts_TK[:, 1:] = -1
-    plan = plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
-    largest = int(torch.bincount(experts_TK[experts_TK >= 0], minlength=5).max())
-    room = largest if capacity == "dynamic" else capacity_of(capacity, 23, 3, 5)
-    kept_TK = naive_places(experts_TK, 5, room)
-    assert plan.capacity == room and torch.equal(plan.row_TK >= 0, kept_TK)
-    rows = plan.row_TK[kept_TK]
-    assert rows.unique().numel() == rows.numel()
-    assert torch.equal(rows // room, experts_TK[kept_TK].int())
-    assignment_TK = torch.arange(69).view(23, 3).int()
-    assert torch.equal(plan.source_R[rows.long()], assignment_TK[kept_TK])
-    assert (plan.source_R >= 0).sum() == kept_TK.sum()
-    assert torch.equal(plan.tokens_per_expert_E.long(), torch.bincount(experts_TK[kept_TK], minlength=5))
-    # an expert's used slots are its first ones
-    used_EC = (plan.source_R >= 0).view(5, room)
-    assert torch.equal(used_EC.sum(1).int(), plan.tokens_per_expert_E)
-    assert all(bool(used_C[: int(n)].all()) for used_C, n in zip(used_EC, used_EC.sum(1), strict=True))
+    elif kind == "none chosen":
+        experts_TK.fill_(-1)
+    # few different weights, so that many choices are equal
+    weights_TK = torch.randint(4, (23, 3), generator=generator) / 3
+    room = capacity_of(factor, 23, 3, 5)
+    truth_TK = naive_places(experts_TK, 5, room)
+    if weighted:
+        truth_TK = torch.zeros_like(truth_TK)
+        for e in range(5):
+            mine = [(t, k) for k in range(3) for t in range(23) if experts_TK[t, k] == e]
+            for at in sorted(mine, key=lambda at: -weights_TK[at].item())[:room]:  # stable: first choices first
+                truth_TK[at] = True
+    kept_TK = drop_beyond_capacity(experts_TK, 5, top_k=3, factor=factor, weights_TK=weights_TK if weighted else None)
+    assert torch.equal(kept_TK, experts_TK.masked_fill(~truth_TK, -1))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("capacity", ["dynamic", 5.0])
-def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient(capacity):
+def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient():
     x_TD = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
     direction = torch.randn_like(x_TD)
     results = []
-    for config in (CONFIG, replace(CONFIG, capacity=capacity)):
+    for config in (CONFIG, replace(CONFIG, capacity=5.0)):
         layer = build(config)
         y_TD = layer(x_TD)
         results.append([y_TD, *torch.autograd.grad(y_TD, [x_TD, *layer.parameters()], direction)])
@@ -96,8 +94,9 @@ def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient(ca
 
 
 @pytest.mark.quick
-def test_a_dropped_choice_adds_nothing_and_the_share_is_reported():
-    layer = build(replace(CONFIG, capacity=0.5))
+@pytest.mark.parametrize("width", [7, (3, 5, 7, 9, 11)])
+def test_a_dropped_choice_adds_nothing_and_the_share_is_reported(width):
+    layer = build(replace(CONFIG, capacity=0.5, expert_hidden_size=width))
     x_TD = torch.randn(20, 6, dtype=torch.float64)
     y_TD = layer(x_TD)
     choices = layer.gate(x_TD, BatchContext().for_tokens(20))
@@ -158,20 +157,6 @@ def test_a_capacity_counts_real_tokens(positions, drop):
     assert padded.statistics.losses_L.item() == pytest.approx(alone.statistics.losses_L.item())
 
 
-def test_over_several_processes_the_same_choices_are_dropped():
-    """A dispatcher that is not the local one gets choices of -1 and plans their rows itself."""
-
-    class Elsewhere(Dispatcher):
-        def dispatch(self, x_TD, choices):
-            return super().dispatch(x_TD, Choices(experts_TK=choices.experts_TK, weights_TK=choices.weights_TK))
-
-    layer = build(replace(CONFIG, capacity=0.5))
-    x_TD = torch.randn(20, 6, dtype=torch.float64)
-    here_TD = layer(x_TD)
-    layer.dispatcher = Elsewhere(5)
-    torch.testing.assert_close(layer(x_TD), here_TD)
-
-
 @pytest.mark.parametrize("capacity", [0, -1, "static"])
 def test_a_capacity_that_cannot_be_is_refused(capacity):
     from foundry_moe.schema import from_mapping
@@ -185,7 +170,6 @@ def test_a_capacity_that_cannot_be_is_refused(capacity):
     [
         ({"capacity": 1.0, "drop": "wieght"}, "did you mean 'weight'"),
         ({"drop": "weight"}, "needs a capacity factor"),
-        ({"capacity": "dynamic", "drop": "weight"}, "needs a capacity factor"),
     ],
 )
 def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
@@ -195,10 +179,9 @@ def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
         from_mapping(MoEConfig, {"num_experts": 4, **keys}, "algorithms.dmoe")
 
 
-@pytest.mark.parametrize("capacity", [0.6, "dynamic"])
-def test_a_compiled_layer_drops_what_the_eager_one_drops(capacity):
+def test_a_compiled_layer_drops_what_the_eager_one_drops():
     x_TD, direction = torch.randn(16, 6, dtype=torch.float64), torch.randn(16, 6, dtype=torch.float64)
-    layers = [build(replace(CONFIG, capacity=capacity)) for _ in range(2)]
+    layers = [build(replace(CONFIG, capacity=0.6)) for _ in range(2)]
     layers[0](x_TD).backward(direction)
     torch.compile(layers[1], backend="aot_eager")(x_TD).backward(direction)
     for eager, compiled in zip(layers[0].parameters(), layers[1].parameters(), strict=True):

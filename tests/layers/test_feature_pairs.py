@@ -11,7 +11,7 @@ from foundry_moe.layers import losses
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
-from foundry_moe.ops.padded import capacity_of
+from foundry_moe.ops.capacity import capacity_of
 from foundry_moe.ops.softmax_topk import z_loss
 from tests.helpers.gates import batch, build, context_of
 from tests.layers.test_capacity import naive_places

@@ -40,7 +40,7 @@ def run(layer: MoELayer, ids: Tensor | None, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.quick), 1.25, "dynamic"])
+@pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.quick), 1.25])
 @pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)
 def test_few_tokens_in_any_shape_are_computed_as_one_sequence(settings, top_k, capacity):
     for shape in SHAPES:

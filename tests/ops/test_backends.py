@@ -44,7 +44,7 @@ def test_an_older_triton_is_named(monkeypatch):
     assert describe((9, 0)).startswith(PORTABLE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"backend": "reference"}, {"capacity": 1.0}])
+@pytest.mark.parametrize("settings", [{}, {"backend": "reference"}])
 def test_a_triton_that_compiles_nothing_for_the_chip_is_refused_with_the_stack_that_does(settings, monkeypatch):
     monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 3))
     with pytest.raises(ValueError, match=r"no matrix products for this GPU \(sm_120\): use the modern stack"):
@@ -73,7 +73,6 @@ def test_reference_is_said_with_its_reason():
 
 def test_what_a_user_asked_for_is_said_as_that():
     assert describe((8, 0), backend="reference") == "reference, as backend (reference) requires"
-    assert "capacity (1.25)" in describe((9, 0), capacity=1.25)
 
 
 def test_a_backend_that_the_chip_does_not_have_is_refused():

@@ -117,13 +117,10 @@ def test_speed_at_equal_loss_is_read_where_both_are_before_the_decay():
 
 def test_ways_differ_in_their_ffns_alone_and_what_is_done_is_kept(text, tmp_path, monkeypatch, capsys):
     flags = (text, "--size", "toy", "--every", 4, "--out", tmp_path)
-    run(monkeypatch, *flags, "--runs", "dmoe", "cap1", "dynamic", "dense")
+    run(monkeypatch, *flags, "--runs", "dmoe", "cap1", "dense")
     rows = dropping.read_rows(tmp_path / "curves.csv")
     curves = {way: [row for row in rows if row.way == way] for way in dropping.WAYS}
     assert curves["dmoe"][-1].loss < curves["dmoe"][0].loss - 0.15, "0.26 on the pages of November 2026"
-    # dynamic drops none, so that it computes what dropless does
-    for padded, dropless in zip(curves["dynamic"], curves["dmoe"], strict=True):
-        assert padded.loss == pytest.approx(dropless.loss, abs=2e-3) and padded.dropped == 0
     assert all(row.dropped > 0.01 for row in curves["cap1"]) and curves["cap1"][-1].loss != curves["dmoe"][-1].loss
     assert [row.tokens for row in curves["dense"]] == [row.tokens for row in curves["dmoe"]]
     assert {row.done for row in rows if row.step == rows[-1].step} == {True}
@@ -135,8 +132,8 @@ def test_ways_differ_in_their_ffns_alone_and_what_is_done_is_kept(text, tmp_path
     assert "dmoe/0: microbatch" not in said and "dmoe/1: microbatch" in said
     with (tmp_path / "table.csv").open() as file:
         lines = {line["run"]: line for line in csv.DictReader(file)}
-    assert list(lines) == ["dmoe/0", "cap1/0", "dynamic/0", "dense/0", "dmoe/1"]
-    assert float(lines["dynamic/0"]["in tokens"]) == pytest.approx(1, abs=0.01) and not lines["dmoe/0"]["in tokens"]
+    assert list(lines) == ["dmoe/0", "cap1/0", "dense/0", "dmoe/1"]
+    assert float(lines["dense/0"]["in tokens"]) > 0 and not lines["dmoe/0"]["in tokens"]
     assert (tmp_path / "curves.svg").stat().st_size > 1000
 
 

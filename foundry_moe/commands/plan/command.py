@@ -53,7 +53,6 @@ def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str
         torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32,
         width=shape.d_model,
         hidden=shape.expert_widths if len(shape.expert_widths) > 1 else shape.expert_widths[0],
-        capacity=shape.moe.capacity,
         capability=CHIPS[chip].capability,
     )
     return f"experts on {chip}, with this host's torch {torch.__version__}: {text}"

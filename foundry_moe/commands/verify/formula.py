@@ -53,7 +53,7 @@ def why_not(config: MoEConfig, keys: Mapping[str, Any]) -> str:
         return f"gate {config.gate['name']} has no independent formula"
     if keys.get("noise"):
         return "gate.noise draws random numbers"
-    if isinstance(config.capacity, int | float):
+    if config.capacity is not None:
         return f"capacity ({config.capacity}) drops choices, which the formula does not"
     if isinstance(config.expert_hidden_size, tuple):
         return "experts of several widths have no formula"

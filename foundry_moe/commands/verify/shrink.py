@@ -150,7 +150,7 @@ def _ranks_counted(run: dict[str, Any], config: MoEConfig, mesh: Mesh | None, pr
 
     Sums over one rank can only be compared with microbatches of a rank's size.
     """
-    if config.gate["name"] == "expert_choice" or isinstance(config.capacity, int | float):
+    if config.gate["name"] == "expert_choice" or config.capacity is not None:
         if config.balance_over in ("microbatch", "group"):
             moe_keys(run)["balance_over"] = "rank"
         return 1

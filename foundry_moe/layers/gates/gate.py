@@ -17,7 +17,6 @@ from foundry_moe.layers.gates.keys import GateKeys, LinearKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import sequence_balance_loss
 from foundry_moe.layers.schedule import Progress, Schedule, parse_schedule
-from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.gate_logits import NO_JITTER, Jitter, gate_logits
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.select_topk import pack
@@ -37,7 +36,6 @@ class Choices:
     logits_TE: None for gates without logits.
     rows: upper bound of the number of choices, if one below T * K is known on the host; None = T * K.
     counts_E: int64, choices per expert of the real tokens; None = not counted by the gate.
-    plan: the padded layout of token dropping, if all experts are on this process.
     """
 
     experts_TK: Tensor
@@ -46,7 +44,6 @@ class Choices:
     logits_TE: Tensor | None = None
     rows: int | None = None
     counts_E: Tensor | None = None
-    plan: PermutePlan | None = None
 
 
 class Gate(nn.Module):
