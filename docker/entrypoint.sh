@@ -95,7 +95,6 @@ fi
 is_count "$processes" || die "NPROC ($processes) must be a positive whole number"
 least=${MIN_NODES:-$nodes}
 { is_count "$least" && [ "$least" -le "$nodes" ]; } || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
-[ "${LAUNCHER:-torchrun}" = torchrun ] || die "LAUNCHER ($LAUNCHER) was removed: unset it, torchrun starts all runs"
 restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from foundry_moe.schema import (
     UserError,
@@ -125,13 +125,6 @@ class MeshConfig:
         spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
             nodes.
     """
-
-    REMOVED: ClassVar[Mapping[str, str]] = {
-        "chunks": "sending tokens in parts gained nothing over NVLink; delete the key",
-        "hot_experts": "copies of loaded experts were never measured over NVLink; delete the key and balance the loads "
-        "(loss.balance)",
-        "reduce": "no measurement showed that summing gradients once per batch is faster; delete the key",
-    }
 
     expert: int | Literal["auto"] = 1
     shard: int | Literal["auto"] = AUTO

@@ -9,15 +9,6 @@ from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, init_moe_module
 from foundry_moe.optim import DecoupledAdamWFused
-from foundry_moe.schema import UserError
-
-
-def _removed(*_: object, **__: object) -> None:
-    raise UserError("this name of foundry_moe was removed: install the package again, so that nothing lists it")
-
-
-# An editable install keeps the entry points that it was made with, and LLM Foundry loads all of them at once.
-RouterSteps = NonfiniteGuard = build_dmoe_ffn = _removed
 
 __all__ = [
     "DMoE",

@@ -209,14 +209,13 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     """Builds a frozen dataclass from a user's mapping, strictly.
 
     Args:
-        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise UserError. A class variable
-            `REMOVED` maps keys of earlier versions to the reason and what to do.
+        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise UserError.
         mapping: the user's keys. None is an empty mapping.
         where: the mapping's place in the run, for example `algorithms.dmoe`.
 
     Raises:
-        UserError: unknown keys (the nearest known ones are named) or removed ones, missing keys, or values of another
-            type; all of them in one error. Without any, the mistakes that `cls` finds in its values, in one error.
+        UserError: unknown keys (the nearest known ones are named), missing keys, or values of another type; all
+            of them in one error. Without any, the mistakes that `cls` finds in its values, in one error.
     """
     if mapping is None:
         mapping = {}
@@ -224,18 +223,15 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         raise UserError(f"{where} must be a mapping of keys to values, not {mapping!r}")
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
-    removed = getattr(cls, "REMOVED", {})
-    given = {key: value for key, value in mapping.items() if key not in removed}
     forms = _forms(cls)
-    wrong = _mistakes_of_keys(forms, hints, given, where)
+    wrong = _mistakes_of_keys(forms, hints, mapping, where)
     missing = [
-        name for name, item in known.items() if item.default is item.default_factory is MISSING and name not in given
+        name for name, item in known.items() if item.default is item.default_factory is MISSING and name not in mapping
     ]
-    mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
-    mistakes += wrong.values()
+    mistakes = list(wrong.values())
     mistakes += [f"{where}.{name} is missing: give it {forms[name] or _plain(hints[name])}" for name in missing]
     raise_mistakes(mistakes)
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in mapping.items()}
     try:
         return cls(**values)
     except UserError as error:

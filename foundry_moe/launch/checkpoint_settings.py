@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from foundry_moe.checkpoint.errors import without_secrets
 from foundry_moe.checkpoint.store import FORM, StoreOptions, endpoint_problem, folder_problem
@@ -86,10 +86,6 @@ class CheckpointConfig:
             `on_nonfinite` applies; null disables the check.
         on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
-
-    REMOVED: ClassVar[Mapping[str, str]] = {
-        "save_timeout": "a save that takes longer than interval is logged every minute; delete the key",
-    }
 
     folder: str = field(metadata=form(FORM))
     _: KW_ONLY

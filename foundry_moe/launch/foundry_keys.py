@@ -25,10 +25,6 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "optimizers": ("decoupled_adamw_fused",),
     "attention_implementations": ("sdpa",),
 }
-# names of earlier versions, and what to use
-REMOVED = {
-    "callbacks.nonfinite_guard": "use elastic_checkpoint.max_nonfinite, or nan_monitor, which checks the loss only"
-}
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
 _KINDS = {
     "int": "a whole number",
@@ -101,9 +97,7 @@ class _Walk:
     def entry(self, where: str, name: str, settings: Any, registry: str) -> Iterator[str]:
         """Mistakes in a registered name and the keys given to it."""
         shape = _shape_of(registry, name)
-        if where in REMOVED:
-            yield f"{where} was removed: {REMOVED[where]}"
-        elif shape is None:
+        if shape is None:
             names = known_names(registry)
             if name not in names and not self.foreign:
                 named = where if registry in _OF_ENTRIES else f"{where}.name: {name}"

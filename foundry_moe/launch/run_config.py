@@ -204,7 +204,7 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
             + (f", or use model.name: {MODEL}" if name == "mpt_causal_lm" else "")
         )
     if section(run, "model", "ffn_config").get("ffn_type") == "dmoe":
-        raise UserError("model.ffn_config.ffn_type (dmoe) was removed: move the keys of the experts to model.moe")
+        raise UserError("model.ffn_config.ffn_type (dmoe) is not an FFN: move the keys of the experts to model.moe")
     if model.get("moe") is not None or name == MODEL:
         return from_mapping(MoEConfig, model.get("moe"), "model.moe")
     return None

@@ -34,7 +34,6 @@ def test_defaults_and_units() -> None:
         ({"folder": "/a", "resume": -1}, r"resume \(-1\) must be auto"),
         ({"folder": "/a", "max_failures": 0}, "max_failures"),
         ({"folder": "/a", "timeout": "3ba"}, r"timeout \(3ba\) must be a time"),
-        ({"folder": "/a", "save_timeout": "30m"}, "save_timeout was removed: a save that takes longer than interval"),
         ({"folder": "/a", "grace": "1ba"}, r"grace \(1ba\) must be a time"),
         ({"folder": "/a", "signals": ["SIGKILL"]}, r"signals \(SIGKILL\) must be among SIGTERM"),
         ({"folder": "/a", "signals": "SIGTERM"}, "signals must be a list of signals' names"),

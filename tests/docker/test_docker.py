@@ -93,7 +93,6 @@ def test_kubernetes_and_plain_hosts() -> None:
         ({"MASTER_PORT": "99999"}, "MASTER_PORT (99999) must be from 1 to 65535"),
         ({"MIN_NODES": "2"}, "MIN_NODES (2) must be from 1 to the number of nodes (1)"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS (-1) must be a whole number"),
-        ({"LAUNCHER": "composer"}, "LAUNCHER (composer) was removed: unset it"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> None:

@@ -126,10 +126,10 @@ def test_experts_from_meta_need_a_mesh():
     assert checked({"mesh": {"expert": 1}}) == checked({}, algorithms={"dmoe_mesh": {"expert": 1}}) == []
 
 
-def test_experts_in_ffn_config_are_refused_with_their_new_place():
+def test_experts_in_ffn_config_are_refused_with_their_place():
     from foundry_moe.launch.run_config import read_moe
 
-    with pytest.raises(ValueError, match=r"ffn_type \(dmoe\) was removed: move the keys of the experts to model\.moe"):
+    with pytest.raises(ValueError, match=r"ffn_type \(dmoe\) is not an FFN: move the keys of the experts to model.moe"):
         read_moe({"model": {"name": "dmoe_causal_lm", "ffn_config": {"ffn_type": "dmoe", "num_experts": 4}}})
 
 

@@ -67,7 +67,6 @@ def check(*overrides: str) -> None:
         ("max_duration=400batches", "must be a time such as 100ba"),
         ("callbacks.speed_monitr={}", "did you mean 'speed_monitor'"),
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
-        ("callbacks.nonfinite_guard={}", "was removed: use elastic_checkpoint.max_nonfinite"),
         ("callbacks.scheduled_gc={}", "batch_interval is missing"),
         (
             "callbacks.elastic_checkpoint.optimizer_settings=mine",
