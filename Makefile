@@ -14,7 +14,8 @@
 #                                   S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
 #   make test-transformers          foundry_moe/integrations on the base install with transformers 5
-#   make test-peft                  export --adapter, with peft 0.18 and the newest, and transformers 5
+#   make peft-env                   peft 0.18 and the newest beside transformers 5, for tests of adapters; skipped without
+#   make test-peft                  these tests
 #   make mutants MODULE=foundry_moe/ops/mlp.py [MUTANTS="--sample 20"]   edits of a module that its tests do not notice
 #   make papers                     lists the claims of papers that can be measured again, with their commands
 #   make verify                     compares training on meshes of 1 to 8 processes with one process
@@ -36,7 +37,7 @@ export HF_DATASETS_OFFLINE := 1
 # If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test test-all test-rest lint docs dist check-exports test-transformers test-peft mutants papers verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs dist check-exports test-transformers peft-env test-peft mutants papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -75,11 +76,13 @@ test-transformers: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers
 	.venv-transformers/bin/python -m pytest -n $(WORKERS) tests/integrations $(filter-out tests,$(TESTS))
 
-test-peft: env
+peft-env: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers
 	$(BIN)/uv pip install --quiet --python .venv-transformers/bin/python --upgrade-package peft peft "numpy<2.4"
 	$(BIN)/uv pip install --quiet --no-deps --target .venv-transformers/peft-0.18 "peft==0.18.*"
-	$(BIN)/python -m pytest tests/commands/test_export_adapter.py
+
+test-peft: peft-env
+	$(BIN)/python -m pytest -k peft tests/commands/test_export_adapter.py tests/models/test_adapters.py
 
 mutants: env
 	nice $(BIN)/python scripts/mutants.py $(MODULE) $(MUTANTS)
