@@ -35,6 +35,8 @@ def launched(tiny_arguments, folder):
     """The demo's run on two processes: begun, gone on with, and started once more when it is done."""
     arguments = [
         *tiny_arguments(folder),
+        "model.moe.mesh=auto",
+        "fsdp_config={}",
         "global_train_batch_size=8",
         "callbacks.run_report.interval=1ba",
     ]
@@ -47,6 +49,14 @@ def test_two_processes_train_and_report(launched):
     assert first.returncode == 0, first.stderr[-3000:]
     for words in ("first loss", "last loss", "validation loss", "unigram loss", "checkpoint ", "sample "):
         assert f"\n{words}" in first.stdout
+
+
+def test_a_mesh_that_is_auto_is_chosen_for_both_processes_at_each_start(launched):
+    for done in launched:
+        widths = re.findall(
+            r"^mesh: \(replicate (\d), shard (\d), expert (\d)\) \(auto: .* by the plan\)$", done.stdout, re.M
+        )
+        assert [sorted(found) for found in widths] == [["1", "1", "2"]], done.stdout
 
 
 def test_its_model_answers_in_plain_transformers(launched, folder, tmp_path):
