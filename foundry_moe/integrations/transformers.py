@@ -45,7 +45,7 @@ _ACTIVATIONS = {
 }
 _CONSTANTS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")  # what gates of transformers 5 read from their module
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PARALLEL = ("parallelize", "clip_grad_norm_")  # need torch.distributed, which the backend does not
+_PARALLEL = ("parallelize", "save_pretrained", "clip_grad_norm_")  # need torch.distributed, which the backend does not
 _LOG = logging.getLogger(__name__)
 
 

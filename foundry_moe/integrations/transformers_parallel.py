@@ -7,14 +7,22 @@ Shapes: T tokens of this rank, Q rows received, K choices per token, E experts, 
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.integrations.transformers import NAME, _unread, register
@@ -26,15 +34,17 @@ from foundry_moe.parallel.mesh import MeshPlan, average_on_gloo, build_meshes, c
 from foundry_moe.parallel.placement import local_weights, plan_for_counts, shard_experts
 from foundry_moe.schema import UserError
 
-__all__ = ["clip_grad_norm_", "parallelize"]
+__all__ = ["clip_grad_norm_", "parallelize", "save_pretrained"]
 
 AUX_LOSS = ("rank", "all")
+INDEX = "model.safetensors.index.json"
 
 
 def parallelize(
     model: Any,
     mesh: MeshConfig | Mapping[str, Any],
     *,
+    weights: str | os.PathLike[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int = True,
     aux_loss: str = "rank",
@@ -48,8 +58,10 @@ def parallelize(
     optimizer after this, and clip with `clip_grad_norm_` of this module.
 
     Args:
-        model: a PreTrainedModel, with the same weights on all ranks; or on the meta device: its weights are drawn here,
-            block by block, by generators that must have the same seed on all ranks.
+        model: a PreTrainedModel, with the same weights on all ranks; or on the meta device.
+        weights: of a model on the meta device: a folder of safetensors, of which each rank reads its slices, in a
+            layout that `from_pretrained` takes. None = they are drawn, block by block, by generators that must have
+            the same seed on all ranks.
         mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` and
             `buffer` have an effect.
         mp_policy: for example `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
@@ -60,8 +72,8 @@ def parallelize(
         ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
 
     Raises:
-        ValueError: no experts of transformers' interface, weights that our kernels do not read, or a mesh that fits
-            neither the job nor the experts.
+        ValueError: no experts of transformers' interface, weights that our kernels do not read, a mesh that fits
+            neither the job nor the experts, or a folder without all weights.
         ImportError: transformers is missing, or older than 5.
     """
     if aux_loss not in AUX_LOSS:
@@ -90,12 +102,14 @@ def parallelize(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     models: list[Any] = [module for module in model.modules() if hasattr(module, "_init_weights")]
     owners: dict[nn.Module, Any] = {module: owner for owner in models for module in owner.modules()}
+    sharded: set[nn.Module] = set()
     for block in _blocks(model):
-        _draw(block, owners, device)
+        if weights is None:
+            _draw(block, owners, device)
         if block is model and on_meta:
             model.tie_weights()
         for experts in dict(named_experts(block)).values():
-            if hasattr(experts, "placed"):
+            if experts in sharded:
                 continue
             for child in experts.children():  # a norm that all experts share
                 if next(child.parameters(), None) is not None:
@@ -110,12 +124,17 @@ def parallelize(
                 mp_policy=replace(policy, cast_forward_inputs=False),
                 reshard_after_forward=reshard_after_forward,
             )
-            local = local_weights(experts, plan)
-            experts.placed = local and Placed(
-                AllToAllDispatcher(meshes.token_groups, num_experts=experts.num_experts, buffer=mesh_config.buffer),
-                local,
-            )
+            sharded.add(experts)
         fully_shard(block, mesh=meshes.dense, **settings)
+    if weights is not None:
+        _load(model, Path(weights), device)
+        _draw(model, owners, device)  # buffers that no file has
+    for experts in sharded:
+        if local := local_weights(experts, plan):
+            dispatcher = AllToAllDispatcher(
+                meshes.token_groups, num_experts=cast(Any, experts).num_experts, buffer=mesh_config.buffer
+            )
+            cast(Any, experts).placed = Placed(dispatcher, local)
     return plan
 
 
@@ -192,6 +211,103 @@ def _draw(block: nn.Module, owners: Mapping[nn.Module, Any], device: torch.devic
             setattr(module, name, nn.Parameter(real, tensor.requires_grad) if name in module._parameters else real)
         if unreal:
             owners[module]._init_weights(module)
+
+
+def _load(model: Any, folder: Path, device: torch.device) -> None:
+    """Reads this rank's slices of a sharded model's weights, converted as transformers converts them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig  # type: ignore[attr-defined]
+
+    index = folder / INDEX
+    listed_files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    files = [folder / name for name in sorted(listed_files)] or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"weights ({folder}): no safetensors files: give a folder that save_pretrained wrote")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        config = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+        found, _ = convert_and_load_state_dict_in_model(model, slices, config)
+    model.tie_weights()
+    unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if unread or found.conversion_errors:
+        problems = [*unread, *map(str, found.conversion_errors)]
+        raise UserError(f"weights ({folder}): no tensors that fit {', '.join(problems[:3])} ({len(problems)} in all)")
+
+
+def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
+    """Writes a sharded model as its own `save_pretrained` does: configuration, names, layouts, division into files.
+
+    Every rank of the job calls this. Rank 0 holds the weights of one block at a time, and alone writes.
+
+    Args:
+        folder: on a file system of rank 0.
+        max_shard_size: of a file.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder, is_writer = Path(folder), dist.get_rank() == 0
+    dropped = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+    unreal = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    targets = revert_weight_conversion(model, unreal)
+    groups: dict[str, list[str]] = {}
+    for name in state:
+        groups.setdefault("".join(re.findall(r"^.*?\.\d+(?=\.)", name)), []).append(name)
+    parts = [revert_weight_conversion(model, {name: unreal[name] for name in names}) for names in groups.values()]
+    if {name: t.shape for part in parts for name, t in part.items()} != {name: t.shape for name, t in targets.items()}:
+        groups = {"": list(state)}  # a conversion joins tensors of several blocks
+    split = split_state_dict_into_shards_factory(  # parts of one tensor go to one file, as transformers has it
+        targets,
+        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+        get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    places: dict[str, tuple[Path, int]] = {}
+    if is_writer:
+        type(model).save_pretrained(model, folder, state_dict={})  # all but the weights
+        for file, names in split.filename_to_tensors.items():
+            places |= _start_file(folder / f"{file}.partial", {name: targets[name] for name in names})
+    for names in groups.values():
+        whole = {}
+        for name in names:
+            tensor = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+            if is_writer:
+                whole[name] = tensor.cpu()
+            del tensor
+        for name, tensor in revert_weight_conversion(model, whole).items() if is_writer else ():
+            path, start = places[name]
+            with path.open("r+b") as out:
+                out.seek(start)
+                out.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    if is_writer:
+        for name in split.filename_to_tensors:
+            (folder / f"{name}.partial").rename(folder / name)
+        (folder / INDEX).unlink(missing_ok=True)
+        if split.is_sharded:
+            metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    dist.barrier()
+
+
+def _start_file(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Path, int]]:
+    """Writes the header of a safetensors file: the file and the first byte of each tensor that it is to hold."""
+    dtypes = {dtype: name for name, dtype in _TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
+    return {name: (file, 8 + len(text) + header[name]["data_offsets"][0]) for name in tensors}
 
 
 def _balance_over_all_ranks(model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:

@@ -9,11 +9,14 @@ experts class in a model of one layer (small), or a tiny model of its own for ca
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import importlib
 import inspect
 import itertools
 import json
+import math
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.modeling_outputs import CausalLMOutput
@@ -215,6 +219,45 @@ def drawn(build: Callable[[], nn.Module]) -> dict[str, float]:
     return worst | {"logits": difference(logits, expected)}
 
 
+def saved(build: Callable[[], Any], mesh: tuple[int, int, int], folder: Path) -> dict[str, Any]:
+    """Files of transformers read by slices, written again in parts and compared with transformers' own."""
+    theirs, ours = folder / "theirs", folder / "ours"
+    truth = build()
+    if dist.get_rank() == 0:
+        for tensor in truth.buffers():  # as after training: not what a new model has
+            if tensor.is_floating_point():
+                tensor.mul_(1.5)
+        truth.save_pretrained(theirs, max_shard_size="150KB")
+    dist.barrier()
+    with torch.device("meta"):
+        model = build()
+    mesh_keys = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+    transformers_parallel.parallelize(model, mesh_keys, weights=theirs)
+    worst = {"weights": 0.0}
+    record(worst, "weights", model, truth, lambda parameter: parameter.detach())
+    integration.save_pretrained(model, ours, max_shard_size="150KB")
+    if dist.get_rank() == 0:
+        type(truth).from_pretrained(theirs).save_pretrained(folder / "again", max_shard_size="150KB")
+        worst["files"] = compare_folders(folder / "again", ours)
+    return worst
+
+
+def compare_folders(theirs: Path, ours: Path) -> float:
+    """The largest difference of tensors; infinite if other files, names or texts differ."""
+    names = [sorted(path.name for path in each.iterdir()) for each in (theirs, ours)]
+    worst = 0.0 if names[0] == names[1] else math.inf
+    for name in names[0]:
+        if worst == math.inf:
+            break
+        if name.endswith(".safetensors"):
+            tensors, expected = load_file(ours / name), load_file(theirs / name)
+            same = tensors.keys() == expected.keys()
+            worst = max(worst, *(difference(tensors[k], v) for k, v in expected.items())) if same else math.inf
+        elif json.loads((theirs / name).read_text()) != json.loads((ours / name).read_text()):
+            worst = math.inf
+    return worst
+
+
 def record(worst: dict[str, float], key: str, model: nn.Module, truth: nn.Module, of: Callable[[Any], Any]) -> None:
     expected = dict(truth.named_parameters())
     for name, parameter in model.named_parameters():
@@ -235,9 +278,11 @@ def main() -> None:
     parser.add_argument("--mesh", type=parse_mesh, action="append", default=[])
     parser.add_argument("--small", nargs="*", default=[], help="models of transformers; all = every one")
     parser.add_argument("--whole", nargs="*", default=[])
+    parser.add_argument("--saved", nargs="*", default=[])
     parser.add_argument("--features", help="a model of transformers, on two processes")
     args = parser.parse_args()
-    args.file.unlink(missing_ok=True)
+    for file in (args.file, Path(f"{args.file}.store")):
+        file.unlink(missing_ok=True)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     integration.register()
@@ -247,7 +292,8 @@ def main() -> None:
 
 def work(rank: int, args: argparse.Namespace, families: list[certificate.Family]) -> None:
     store = dist.FileStore(f"{args.file}.store", args.processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.processes)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.processes, timeout=timeout)
     transformers_parallel.build_meshes = functools.cache(transformers_parallel.build_meshes)  # groups are dear
     found: dict[str, dict[str, Any]] = {}
     for mesh in args.mesh:
@@ -261,6 +307,17 @@ def work(rank: int, args: argparse.Namespace, families: list[certificate.Family]
                 of_mesh[key] = compare(functools.partial(build, family), mesh, dtype)
             except Exception as error:  # on all ranks: building and checking are the same there
                 of_mesh[key] = repr(error)[:300]
+        for family in families:
+            if {family.model, "all"} & set(args.saved):
+                folder = args.file.parent / f"{family.model}-{mesh[1]}{mesh[2]}"
+                try:
+                    of_mesh[f"{family.model} saved"] = saved(functools.partial(whole, family), mesh, folder)
+                except Exception as error:
+                    of_mesh[f"{family.model} saved"] = repr(error)[:300]
+                dist.barrier()
+                if rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    args.file.write_text(json.dumps(found, indent=1))  # a later family may end the job
     if args.features:
         found["features"] = features(next(family for family in families if family.model == args.features))
     if dist.get_rank() == 0:
