@@ -51,14 +51,37 @@ def test_other_mesh_of_as_many_processes_goes_on(four) -> None:
     check_continues(four["other"], four["whole"], four["same"]["began"])
 
 
-def test_two_processes_go_on(four) -> None:
-    (two,) = launch(2, run(four["root"] / "two", (1, 1, 2)))
-    check_continues(two, four["whole"], four["same"]["began"])
-    assert two["metrics"]["checkpoint/resumed_step"] == [BREAK]
+@pytest.fixture(scope="module")
+def fewer(four) -> dict[str, Any]:
+    """The broken run's continuations on two processes and on one, and runs of other optimizers from two to one."""
+    root, optimizers = four["root"], {"no_op": {}, "decoupled_lionw": {"lr": 1e-3}}
+    keys = {name: {"optimizer": {"name": name, **more}} for name, more in optimizers.items()}
+    begun = [run(root / name, (1, 2, 1), break_at=BREAK, **more) for name, more in keys.items()]
+    two, *broken = launch(2, run(root / "two", (1, 1, 2)), *begun)
+    gone_on = [run(root / name, (1, 1, 1), **more) for name, more in keys.items()]
+    whole = [run(root / f"{name}-whole", (1, 1, 1), **more) for name, more in keys.items()]
+    one, *rest = launch(1, run(root / "one", (1, 1, 1), break_at=None), *gone_on, *whole)
+    others = zip(broken, rest[:2], rest[2:], strict=True)
+    return {"two": two, "one": one, **dict(zip(keys, others, strict=True))}
 
 
-def test_one_process_goes_on_and_back_to_four(four) -> None:
-    (one,) = launch(1, run(four["root"] / "one", (1, 1, 1), break_at=None))
+def test_two_processes_go_on(four, fewer) -> None:
+    check_continues(fewer["two"], four["whole"], four["same"]["began"])
+    assert fewer["two"]["metrics"]["checkpoint/resumed_step"] == [BREAK]
+
+
+@pytest.mark.parametrize("optimizer", ["no_op", "decoupled_lionw"])
+def test_other_optimizers_go_on_from_two_processes_on_one(fewer, optimizer) -> None:
+    broken, resumed, whole = fewer[optimizer]
+    check_continues(resumed, whole, resumed["began"])
+    for batch, loss in broken["losses"].items():
+        assert loss == pytest.approx(whole["losses"][batch], rel=1e-5)
+    moved = resumed["began"] != resumed["ended"]
+    assert moved == (optimizer != "no_op")
+
+
+def test_one_process_goes_on_and_back_to_four(four, fewer) -> None:
+    one = fewer["one"]
     check_continues(one, four["whole"], four["same"]["began"])
     (back,) = launch(4, run(four["root"] / "one", (1, 1, 4), max_duration="7ba"))
     assert back["began_at"] == BATCHES and back["began"] == one["ended"]
