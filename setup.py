@@ -59,7 +59,10 @@ ENTRY_POINTS = {
         "dmoe_mesh = foundry_moe.registry:add_mesh_algorithm",
         "dmoe_steps = foundry_moe.registry:add_steps_algorithm",
     ],
-    "llmfoundry_optimizers": ["decoupled_adamw_fused = foundry_moe.registry:DecoupledAdamWFused"],
+    "llmfoundry_optimizers": [
+        "decoupled_adamw_fused = foundry_moe.registry:DecoupledAdamWFused",
+        "muon = foundry_moe.registry:Muon",
+    ],
     "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
     "llmfoundry_callbacks": [
         "elastic_checkpoint = foundry_moe.registry:ElasticCheckpoint",

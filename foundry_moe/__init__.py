@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a publ
     from foundry_moe.layers.schedule import Progress as Progress
     from foundry_moe.models.conversion import apply_dmoe as apply_dmoe
     from foundry_moe.models.mpt import DMoECausalLM as DMoECausalLM
+    from foundry_moe.optim.muon import Muon as Muon
     from foundry_moe.parallel.gradients import clip_grad_norm_ as clip_grad_norm_
     from foundry_moe.parallel.placement import parallelize as parallelize
 
@@ -43,6 +44,7 @@ _PUBLIC = {
     "num_active_params": "foundry_moe.counts",
     "flops_per_token": "foundry_moe.counts",
     "parallelize": "foundry_moe.parallel.placement",
+    "Muon": "foundry_moe.optim.muon",
     "clip_grad_norm_": "foundry_moe.parallel.gradients",
     "Writer": "foundry_moe.checkpoint.dcp_writer",
     "Reader": "foundry_moe.checkpoint.dcp_reader",

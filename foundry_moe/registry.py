@@ -8,7 +8,8 @@ from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, init_moe_module
-from foundry_moe.optim import DecoupledAdamWFused
+from foundry_moe.optim.decoupled import DecoupledAdamWFused
+from foundry_moe.optim.muon import Muon
 
 __all__ = [
     "DMoE",
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertLoad",
     "GateSteps",
     "MoEMesh",
+    "Muon",
     "RunReport",
     "add_mesh_algorithm",
     "add_steps_algorithm",

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "train", "certify", "__init__"},
     "counts": {"schema", "flops", "layers", "commands"},
-    "optim": set(),
+    "optim": {"schema", "layers", "parallel"},
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
     "train": LIBRARY | {"callbacks", "launch", "commands"},
     "cli": {"commands", "launch", "schema", "__init__"},

@@ -9,8 +9,7 @@ import torch
 from composer.optim import DecoupledAdamW
 from torch import nn
 
-from foundry_moe import optim
-from foundry_moe.optim import DecoupledAdamWFused
+from foundry_moe.optim import DecoupledAdamWFused, adamw
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +42,7 @@ def train(optimizer: torch.optim.Optimizer, fused: bool, factor: float) -> list[
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 def test_updates_equal_decoupled_adamw(monkeypatch: pytest.MonkeyPatch, kernel: bool, factor: float) -> None:
-    monkeypatch.setattr(optim, "_fits_kernel", lambda *_: kernel)
+    monkeypatch.setattr(adamw, "_fits_kernel", lambda *_: kernel)
     expected = train(DecoupledAdamW(parameters(), **KEYS), False, factor)
     updated = train(DecoupledAdamWFused(parameters(), **KEYS), True, factor)
     if kernel:
@@ -54,7 +53,7 @@ def test_updates_equal_decoupled_adamw(monkeypatch: pytest.MonkeyPatch, kernel: 
 
 
 def test_a_loaded_state_continues_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(adamw, "_fits_kernel", lambda *_: True)
 
     def update(optimizer: DecoupledAdamWFused, times: int) -> torch.Tensor:
         """The last of some equal steps from weights of zero, which decay leaves alone."""

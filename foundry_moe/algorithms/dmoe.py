@@ -9,7 +9,7 @@ from typing import Any, overload
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh
+from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh, show_model
 from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
 from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
 from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles, check_loaded, tie_weights
@@ -83,6 +83,7 @@ class DMoE(Algorithm):
         if event == Event.INIT:
             check_parallelism(state)
             tie_weights(state)
+            show_model(state)
             layers = self._put_experts(state)
             if self._source and self._files is None:
                 check_loaded(state, self._source)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, MeshConfig, check_compilation, refuse_other_parallelism
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.optim import DecoupledAdamWFused
+from foundry_moe.optim.adamw import FusedAdamW
+from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -36,6 +37,13 @@ def check_parallelism(state: State) -> None:
     refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")
 
 
+def show_model(state: State) -> None:
+    """Tells the optimizer, if it is Muon, which model its parameters are of."""
+    for optimizer in state.optimizers or ():
+        if isinstance(optimizer, Muon):
+            optimizer.model = state.model
+
+
 def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     """At `Event.INIT`: places the experts on the mesh, and leaves all other modules to Composer's FSDP2.
 
@@ -48,7 +56,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     if dist.get_world_size() == 1:
         for layer in moe_layers(state.model):
             plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=layer.num_experts)
-        fused = isinstance(state.optimizers[0], DecoupledAdamWFused)
+        fused = isinstance(state.optimizers[0], FusedAdamW)
         if fused and all(clipping.clipping_type in CLIPPING for clipping in _clippings(state)):
             _replace_clipping(state, replicated=False)
         _compile(state, mesh_config)
@@ -182,7 +190,7 @@ class MeshGradients(Algorithm):
             norm = gradient_norm(parameters)
             factor = clip_factor(norm, self.clipping_threshold)
             optimizer = state.optimizers[0]
-            if isinstance(optimizer, DecoupledAdamWFused):
+            if isinstance(optimizer, FusedAdamW):
                 # scales while it reads the gradients; cast here, since the device is idle when the update begins
                 optimizer.gradient_factor = factor.float()
             else:

@@ -16,7 +16,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
+from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples, show_model
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.flops import causal_lm, looked_up_params, num_layers, query_width, training_flops
@@ -103,6 +103,7 @@ class GateSteps(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
+            show_model(state)
             check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
             if moe_layers(state.model):
                 check_parallelism(state)
@@ -298,12 +299,15 @@ def _count_ahead(state: State, layers: list[MoELayer]) -> None:
 
 
 def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
-    """LLM Foundry config transform: a model built with dMoE layers gets `algorithms.dmoe_steps`.
+    """LLM Foundry config transform: a model built with dMoE layers, or trained by Muon, gets `algorithms.dmoe_steps`.
 
     Every run with experts logs its learning rate, tokens per second, MFU and memory, by Composer's callbacks.
     """
     model, algorithms = config.get("model") or {}, dict(config.get("algorithms") or {})
-    if model.get("name") == "dmoe_causal_lm":
+    muon = (config.get("optimizer") or {}).get(
+        "name"
+    ) == "muon"  # which looks at the model, also at one without experts
+    if model.get("name") == "dmoe_causal_lm" or (muon and "dmoe" not in algorithms):
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
     if {"dmoe", "dmoe_steps"} & algorithms.keys():

@@ -22,7 +22,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "models": ("dmoe_causal_lm",),
     "algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
     "callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
-    "optimizers": ("decoupled_adamw_fused",),
+    "optimizers": ("decoupled_adamw_fused", "muon"),
     "attention_implementations": ("sdpa",),
 }
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.small_training import CASES, TOLERANCE, Case, certify, largest, run_case
+from tests.helpers.small_training import CASES, LORA, TOLERANCE, Case, certify, largest, run_case
 from tests.helpers.stacks import needs_replicas
 
-LORA = {"r": 3, "alpha": 5, "rslora": True}
 MIXED = Case(
     name="adapters, uneven and empty ranks",
     moe={"num_experts": 8, "top_k": 3, "lora": LORA, "loss": {"balance": 0.1}},

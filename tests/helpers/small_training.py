@@ -34,6 +34,7 @@ from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import batch_context, loads_so_far, moe_layers, step_gates
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.conversion import apply_dmoe
+from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.gradients import clip_grad_norm_
 from foundry_moe.parallel.mesh import Mesh
 from foundry_moe.parallel.placement import parallelize, replace_parameters
@@ -42,6 +43,7 @@ from tests.helpers.launching import PRELOAD
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01
+LORA = {"r": 3, "alpha": 5, "rslora": True}
 EPSILON = 1e-3  # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
 TOLERANCE = 1e-10  # fp64: rounding over three steps of AdamW measures 3e-15
 KINDS = (
@@ -60,6 +62,7 @@ class Case:
         batches, a zero leaves a rank without any.
     crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
     max_norm: gradients are clipped to it.
+    muon: Muon in place of AdamW.
     buffer: of `MeshConfig`; with a buffer of one, tokens go in rounds where a rank would get more rows
         than others.
     """
@@ -71,6 +74,7 @@ class Case:
     share: tuple[int, ...] = (1,)
     crowd: bool = False
     max_norm: float = 1e9
+    muon: bool = False
     buffer: float = 2.0
 
 
@@ -274,7 +278,12 @@ def run_case(
     model = build_model(case, dtype, torch.device(device))
     context = batch_context(model)
     assert context is not None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
+    optimizer: torch.optim.Optimizer
+    if case.muon:
+        name = str(dtype).removeprefix("torch.")
+        optimizer = Muon(model.parameters(), model=model, lr=LEARNING_RATE, eps=EPSILON, dtype=name)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     if mesh is not None:
         mesh = replace(mesh, buffer=case.buffer)
         place(model, mesh, optimizer, MixedPrecisionPolicy(reduce_dtype=dtype), torch.device(device), ranks_per_node)

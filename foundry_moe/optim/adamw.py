@@ -1,8 +1,7 @@
-"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one pass over each parameter, also on different meshes.
+"""The update of AdamW with decoupled weight decay, in one pass over each parameter. Independent of Composer.
 
-Composer's DecoupledAdamW launches six kernels and synchronises the host once for each parameter; torch's fused AdamW
-refuses lists of DTensors on different meshes. This optimizer updates each rank's local shards, which is exact because
-AdamW is element-wise.
+It updates each rank's local shards, also of parameters on different meshes, which is exact because AdamW is
+element-wise.
 """
 
 from __future__ import annotations
@@ -10,20 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from composer.optim import DecoupledAdamW
 from foundry_moe_kernels.adamw import adamw
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
-def _part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class DecoupledAdamWFused(DecoupledAdamW):
-    """DecoupledAdamW in one kernel per parameter; the same keys, state and checkpoints.
-
-    YAML: `optimizer: {name: decoupled_adamw_fused, lr: 4.0e-4, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 1.0e-5}`
+class FusedAdamW(Optimizer):
+    """The step of an optimizer whose groups have `lr`, `betas`, `eps`, `weight_decay` and `amsgrad`.
 
     `gradient_factor`: a scalar that multiplies all gradients in the next step, which saves a pass over them to clip.
     Gradients themselves stay as they are.
@@ -32,8 +29,8 @@ class DecoupledAdamWFused(DecoupledAdamW):
     gradient_factor: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """As in Composer's optimizer.
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """As in torch's optimizers.
 
         Composer's closure ends by waiting for the loss, and the device is idle until the next launch. So little host
         work is done between the two.
@@ -56,13 +53,13 @@ class DecoupledAdamWFused(DecoupledAdamW):
         lr, initial_lr, (beta1, beta2) = group["lr"], group.setdefault("initial_lr", group["lr"]), group["betas"]
         names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
         states = [self._state_of(p, names) for p in params]
-        steps = [_part(state["step"]) for state in states]
+        steps = [local_part(state["step"]) for state in states]
         corrections = self._corrections(index, group, steps)
         decay = group["weight_decay"] * (lr / initial_lr if initial_lr else 1.0)
         factor = None if self.gradient_factor is None else self.gradient_factor.float()
         written, others = [], []
         for p, state, step, correction in zip(params, states, steps, corrections, strict=True):
-            param, grad, *moments = tensors = [_part(t) for t in (p, p.grad, *(state[name] for name in names))]
+            param, grad, *moments = tensors = [local_part(t) for t in (p, p.grad, *(state[name] for name in names))]
             if not param.numel():  # a rank may have an empty shard of a small parameter
                 continue
             if group["amsgrad"] or not _fits_kernel(*tensors):
@@ -90,7 +87,7 @@ class DecoupledAdamWFused(DecoupledAdamW):
     def _state_of(self, p: Tensor, names: list[str]) -> dict[str, Any]:
         state = self.state[p]
         if p.grad is not None and p.grad.is_sparse:
-            raise RuntimeError("decoupled_adamw_fused does not support sparse gradients")
+            raise RuntimeError("this optimizer does not support sparse gradients")
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float, device=p.device)
             state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})

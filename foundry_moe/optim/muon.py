@@ -1,0 +1,228 @@
+"""Muon for experts on any mesh: hidden matrices are updated by their orthogonalised momentum, the rest by AdamW.
+
+Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of updates: Liu et al. 2025, Muon is
+Scalable for LLM Training (Moonlight, arXiv 2502.16982), section 2.2.
+
+Shapes: N matrices, R rows and C columns of one, r rows of it on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foundry_moe.optim.adamw import FusedAdamW, local_part
+from foundry_moe.optim.matrices import Part, find_matrices, parts_of
+from foundry_moe.parallel.collectives import all_to_all
+from foundry_moe.schema import UserError
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; Jordan 2024, "Newton-Schulz"
+NORM_EPS = 1e-7  # as in torch.optim.Muon
+RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
+TOGETHER = 2**27  # numbers in the matrices that are orthogonalised at once: 256 MiB in bf16
+
+
+def orthogonalize(x_NRC: Tensor, steps: int = 5) -> Tensor:
+    """Maps the singular values of each matrix to about 1 (0.7 to 1.2) by Newton-Schulz iterations in its dtype."""
+    a, b, c = COEFFICIENTS
+    tall = x_NRC.shape[1] > x_NRC.shape[2]
+    x = x_NRC.mT if tall else x_NRC
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=NORM_EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Matrix:
+    """A part of a parameter with its gradient and momentum, as views [N, r, C]."""
+
+    part: Part
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class Muon(FusedAdamW):
+    """Muon for hidden matrices, AdamW for embeddings, head, norms, biases, gates (routers) and LoRA adapters.
+
+    Each matrix of an expert is orthogonalised by itself, also gate and up projections that share a tensor. Its update
+    has the RMS of AdamW's, so AdamW's learning rates and weight decay hold. The state of a hidden matrix is one
+    `momentum_buffer`. Low-rank factors of adapters get AdamW: no source has shown more for them.
+
+    On a mesh, each of the ranks that share matrices receives some whole ones, orthogonalises them and sends the results
+    back, while the next are under way. Replicas repeat the computation.
+
+    YAML: `optimizer: {name: muon, lr: 4.0e-4, adamw_lr: 4.0e-4, betas: [0.9, 0.95], weight_decay: 1.0e-5}`
+
+    Args:
+        params: parameters of `model`, or groups of them.
+        model: which parameter is what; needed before the first step. LLM Foundry's runs with experts set it.
+        lr: of hidden matrices.
+        adamw_lr: of all other parameters, at the start; schedules change it as they change `lr`. None: `lr`.
+        betas, eps: of AdamW.
+        weight_decay: of all, decoupled as in Composer's DecoupledAdamW: it is multiplied by lr / initial lr, not by lr.
+            For the `weight_decay` of torch's optimizers give lr times it.
+        momentum, nesterov, ns_steps: as in torch.optim.Muon.
+        dtype: of Newton-Schulz iterations, by name.
+
+    Raises:
+        ValueError: at a step, without the model, or with parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-5,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        dtype: str = "bfloat16",
+        *,
+        model: nn.Module | None = None,
+    ) -> None:
+        if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise UserError(f"muon.dtype ({dtype}) must be bfloat16, float32 or float64")
+        if not 0 <= momentum < 1:
+            raise UserError(f"muon.momentum ({momentum}) must be 0 or more and below 1")
+        settings = {"lr": lr, "adamw_lr": adamw_lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        settings |= {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "dtype": dtype}
+        super().__init__(params, settings)
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
+        self.model = model
+
+    def _update(self, index: int, group: dict[str, Any]) -> None:
+        matrices, others = [], []
+        for parameter in group["params"]:
+            known = self._matrices(parameter)
+            if known is None:
+                others.append(parameter)
+            elif parameter.grad is not None and parameter.requires_grad:
+                matrices += self._views(parameter, known)
+        lr, initial_lr = group["lr"], group.setdefault("initial_lr", group["lr"])
+        first = initial_lr if group["adamw_lr"] is None else group["adamw_lr"]
+        factor = lr / initial_lr if initial_lr else 1.0
+        adamw = {"params": others, "lr": first * factor, "initial_lr": first, "amsgrad": False}
+        super()._update(index, {**group, **adamw})
+        running: list[Iterator[None]] = []
+        for turn, batch in enumerate([*_batches(matrices), [], []]):
+            running.append(_update_batch(batch, group, factor, self.gradient_factor, turn))
+            for update in reversed(running):  # one starts its messages, the one before computes, the third ends
+                next(update, None)
+            running = running[-2:]
+
+    def _matrices(self, parameter: nn.Parameter) -> Any:
+        """See `find_matrices`. Parameters are looked up again when wrapping or loading has replaced them."""
+        known = self.__dict__.setdefault("_known", {})  # not set in __init__: copies of an optimizer skip it
+        if parameter not in known:
+            model = self.__dict__.get("model")
+            if model is None:
+                raise UserError(
+                    "muon needs the model, to tell hidden matrices from embeddings, head and gates: "
+                    "Muon(params, model=model), or optimizer.model = model before the first step"
+                )
+            known = self._known = find_matrices(model)
+        if parameter not in known:
+            raise UserError(f"muon: a parameter {list(parameter.shape)} of the optimizer is not one of its model")
+        return known[parameter]
+
+    def _views(self, parameter: nn.Parameter, known: Any) -> list[_Matrix]:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        weight, grad, momentum = (local_part(t) for t in (parameter, parameter.grad, state["momentum_buffer"]))
+        return [
+            _Matrix(part=part, weight=part.of(weight), grad=part.of(grad), momentum=part.of(momentum))
+            for part in parts_of(parameter, known, TOGETHER)
+        ]
+
+
+def _batches(matrices: list[_Matrix]) -> list[list[_Matrix]]:
+    """Equal matrices of the same ranks together, up to `TOGETHER` numbers; the same batches on all of these ranks."""
+    batches: list[list[_Matrix]] = []
+    open_batches: dict[Any, list[_Matrix]] = {}
+    for matrix in matrices:
+        part = matrix.part
+        key = part.heights, part.columns, part.group, matrix.weight.dtype
+        batch = open_batches.get(key)
+        if batch is None or sum(other.part.numel for other in batch) + part.numel > TOGETHER:
+            batch = open_batches[key] = []
+            batches.append(batch)
+        batch.append(matrix)
+    return batches
+
+
+@torch.no_grad()
+def _update_batch(
+    batch: list[_Matrix], group: dict[str, Any], schedule: float, gradient_factor: Tensor | None, turn: int
+) -> Iterator[None]:
+    """The step of equal matrices in three stages: momentum and messages, orthogonalisation and messages, weights.
+
+    Args:
+        schedule: lr / initial lr.
+        turn: which ranks get a matrix more than others.
+    """
+    if not batch:
+        return
+    momentum, part = group["momentum"], batch[0].part
+    numbers = [len(matrix.weight) for matrix in batch]
+    x_NrC = torch.empty(
+        (sum(numbers), *batch[0].weight.shape[1:]), dtype=getattr(torch, group["dtype"]), device=batch[0].weight.device
+    )
+    for matrix, into in zip(batch, x_NrC.split(numbers), strict=True):
+        grad = matrix.grad if gradient_factor is None else matrix.grad * gradient_factor.to(matrix.grad.dtype)
+        matrix.momentum.lerp_(grad, 1 - momentum)
+        into.copy_(grad.lerp(matrix.momentum, momentum) if group["nesterov"] else matrix.momentum)
+    exchange = None if part.group is None else _Exchange(part, len(x_NrC), turn)
+    whole = (lambda: x_NrC) if exchange is None else exchange.gather(x_NrC)
+    yield
+    update_NRC = orthogonalize(whole(), group["ns_steps"])
+    ours = (lambda: update_NRC) if exchange is None else exchange.scatter(update_NRC)
+    yield
+    rate = group["lr"] * RMS * math.sqrt(max(sum(part.heights), part.columns))
+    for matrix, update in zip(batch, ours().split(numbers), strict=True):
+        if group["weight_decay"] and rate:
+            matrix.weight.mul_(1 - group["weight_decay"] * schedule)
+        matrix.weight.add_(update, alpha=-rate)
+
+
+class _Exchange:
+    """Rows of N matrices from all ranks of a group to the rank that computes each, and back."""
+
+    def __init__(self, part: Part, number: int, turn: int) -> None:
+        self.group, self.heights, self.columns = part.group, part.heights, part.columns
+        ranks, self.rank = len(part.heights), dist.get_rank(part.group)
+        self.counts = [number // ranks + ((rank - turn) % ranks < number % ranks) for rank in range(ranks)]
+        self.here = [count * part.heights[self.rank] * part.columns for count in self.counts]  # numbers, by rank
+        self.whole = [self.counts[self.rank] * height * part.columns for height in part.heights]
+
+    def gather(self, x_NrC: Tensor) -> Any:
+        """Returns a function that waits for the whole matrices [n, R, C] that this rank computes."""
+        wait = all_to_all(x_NrC.view(-1), self.here, self.whole, self.group)
+
+        def join() -> Tensor:
+            count = self.counts[self.rank]
+            parts = wait().split(self.whole)
+            sizes = zip(parts, self.heights, strict=True)
+            return torch.cat([part.view(count, height, self.columns) for part, height in sizes], dim=1)
+
+        return join
+
+    def scatter(self, x_nRC: Tensor) -> Any:
+        """Returns a function that waits for this rank's rows [N, r, C] of all matrices."""
+        sent = torch.cat([rows.reshape(-1) for rows in x_nRC.split(self.heights, dim=1)])
+        wait = all_to_all(sent, self.whole, self.here, self.group)
+        return lambda: wait().view(sum(self.counts), self.heights[self.rank], self.columns)

@@ -1,0 +1,168 @@
+"""Muon equals torch's matrix by matrix on one process, and leaves to AdamW what is no hidden matrix."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foundry_moe import Muon
+from foundry_moe.algorithms.parameter_rules import apply_rules
+from foundry_moe.optim import DecoupledAdamWFused, muon
+from foundry_moe.optim.matrices import find_matrices
+from foundry_moe.schema import UserError
+from tests.helpers.small_training import CASES, LORA, Case, build_model
+
+pytestmark = pytest.mark.quick
+
+LR, ADAMW_LR, DECAY, STEPS = 0.02, 0.003, 0.1, 3
+HIDDEN = {"mix.weight", "w1_EFD", "v1_EFD", "w2_EDF", "w1_HD", "v1_HD", "w2_HD", "w1.weight", "v1.weight", "w2.weight"}
+
+
+class Fused(nn.Module):
+    """Experts as transformers 5 stores them: gate and up in one tensor, below, beside, or between one another."""
+
+    def __init__(self, *, is_transposed: bool = False, is_concatenated: bool = True) -> None:
+        super().__init__()
+        self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
+        self.gate_up_proj = nn.Parameter(torch.randn((3, 10, 24) if is_transposed else (3, 24, 10)))
+        self.down_proj = nn.Parameter(torch.randn(3, 10, 12))
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        """Gate and up of all experts."""
+        rows = tensor.mT if self.is_transposed else tensor
+        pairs = rows.chunk(2, dim=1) if self.is_concatenated else (rows[:, ::2], rows[:, 1::2])
+        return [part for pair in pairs for part in pair]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.head = nn.Embedding(50, 10), nn.Linear(10, 50, bias=False)
+        self.tall, self.wide, self.gate = nn.Linear(10, 24), nn.Linear(24, 10), nn.Linear(10, 4)
+        self.experts = nn.ModuleList([Fused(), Fused(is_transposed=True), Fused(is_concatenated=False)])
+
+
+def matrices_of(model: Model, values: Mapping[str, Tensor]) -> list[Tensor]:
+    """Views of all hidden matrices, of the parameters or of tensors of their shapes."""
+    found = [values["tall.weight"], values["wide.weight"]]
+    for index, experts in enumerate(model.experts):
+        found += experts.matrices(values[f"experts.{index}.gate_up_proj"])  # type: ignore[operator]
+        found += values[f"experts.{index}.down_proj"].unbind()
+    return found
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, factor: float = 1.0) -> None:
+    """One step at a falling rate, on random gradients times `factor`."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * 0.7**number
+    optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.7 has no Muon")
+@pytest.mark.parametrize("together", [2**27, 300])  # one batch of equal matrices, or one of each matrix
+def test_each_matrix_is_updated_as_torchs_muon_does(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(muon, "TOGETHER", together)
+    model = Model()
+    theirs = [nn.Parameter(matrix.clone()) for matrix in matrices_of(model, dict(model.named_parameters()))]
+    ours = Muon(model.parameters(), model=model, lr=LR, weight_decay=LR * DECAY)
+    reference = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    for number in range(STEPS):
+        step(model, ours, number)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for parameter, grad in zip(theirs, matrices_of(model, gradients), strict=True):  # type: ignore[arg-type]
+            parameter.grad = grad.contiguous()
+        reference.param_groups[0]["lr"] = ours.param_groups[0]["lr"]
+        reference.step()
+    updated = matrices_of(model, dict(model.named_parameters()))
+    assert len(updated) == 2 + 3 * 9
+    for matrix, parameter in zip(updated, theirs, strict=True):
+        torch.testing.assert_close(matrix, parameter, rtol=0, atol=2e-5)  # of products in bf16 in another order
+
+
+def test_other_parameters_are_updated_as_by_adamw() -> None:
+    model, copied = Model(), Model()
+    ours = Muon(model.parameters(), model=model, lr=LR, adamw_lr=ADAMW_LR, weight_decay=0.01)
+    theirs = DecoupledAdamWFused(copied.parameters(), lr=ADAMW_LR, weight_decay=0.01)
+    for number in range(STEPS):
+        step(model, ours, number)
+        step(copied, theirs, number)
+    updated = dict(copied.named_parameters())
+    for name in ("embed.weight", "head.weight", "gate.weight", "gate.bias", "tall.bias", "wide.bias"):
+        torch.testing.assert_close(model.get_parameter(name), updated[name])
+    kept = {name: set(ours.state[parameter]) for name, parameter in model.named_parameters()}
+    assert kept["experts.0.gate_up_proj"] == kept["wide.weight"] == {"momentum_buffer"}
+    assert kept["head.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, Case(name="adapters", moe={**CASES[0].moe, "lora": LORA})], ids=lambda c: c.name
+)
+def test_hidden_matrices_of_a_model_with_experts(case: Case) -> None:
+    model = build_model(case, torch.float32, torch.device("cpu"))
+    found = find_matrices(model)
+    names = {name for name, parameter in model.named_parameters() if found[parameter] is not None}
+    assert {
+        name
+        for name in names
+        if name.split(".", 2)[-1].removeprefix("ffn.experts.").removeprefix("ffn.shared_expert.") not in HIDDEN
+    } == set()
+    held = {name.rsplit(".", 1)[-1] for name in names}
+    assert {"weight", "w1_HD" if "widths" in case.name else "w1_EFD"} <= held
+    assert (
+        not {name for name, _ in model.named_parameters() if "_EFD" in name or "_HD" in name or "_EDF" in name} - names
+    )
+
+
+def test_a_factor_scales_gradients_and_a_copied_state_continues() -> None:
+    model = Model()
+    optimizer = Muon(model.parameters(), model=model, lr=LR)
+    optimizer.gradient_factor = torch.tensor(0.25)
+    step(model, optimizer, 0)
+    scaled = copy.deepcopy([state["momentum_buffer"] for state in optimizer.state.values() if "step" not in state])
+    again = Model()
+    other = Muon(again.parameters(), model=again, lr=LR)
+    step(again, other, 0, factor=0.25)
+    for ours, theirs in zip(
+        scaled, (s["momentum_buffer"] for s in other.state.values() if "step" not in s), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    resumed = Model()
+    resumed.load_state_dict(again.state_dict())
+    third = Muon(resumed.parameters(), model=resumed, lr=1.0)
+    third.load_state_dict(copy.deepcopy(other.state_dict()))
+    step(again, other, 1)
+    step(resumed, third, 1)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), resumed.parameters(), strict=True))
+
+
+def test_groups_have_rates_of_their_own() -> None:
+    model = Model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": [], "lr": 0.0}]
+    optimizer = Muon(groups, model=model, lr=LR)
+    apply_rules(model, [optimizer], {"param_groups": ["experts.1|embed"]})
+    step(model, optimizer, 0)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert {name for name in before if name not in moved} == {
+        "embed.weight", "experts.1.gate_up_proj", "experts.1.down_proj"
+    }  # fmt: skip
+
+
+def test_a_model_is_needed() -> None:
+    model = Model()
+    model.embed.weight.grad = torch.ones(50, 10)
+    with pytest.raises(UserError, match=r"Muon\(params, model=model\)"):
+        Muon(model.parameters()).step()
+    with pytest.raises(UserError, match="not one of its model"):
+        Muon([nn.Parameter(torch.ones(2, 2))], model=model).step()
+    with pytest.raises(UserError, match="dtype"):
+        Muon(model.parameters(), dtype="half a float")
