@@ -148,6 +148,8 @@ def build() -> dict[str, Any]:
     from llmfoundry.utils.config_utils import TrainConfig
     from transformers import PretrainedConfig
 
+    from foundry_moe.registry import DecoupledAdamWFused, Muon
+
     hints = typing.get_type_hints(TrainConfig)
     run: dict[str, Any] = {item.name: "|".join(kinds(hints[item.name])) for item in fields(TrainConfig)}
     run |= {"eval_loader": "dict|list|null", "icl_tasks": "list|null|str", "eval_gauntlet": "any"}
@@ -164,7 +166,8 @@ def build() -> dict[str, Any]:
     entries["callbacks"] |= {key: keys_of(v) for key, v in registry.callbacks_with_config.get_all().items()}
     # of ours, those that are their own signature; the others are checked by `MoEConfig` and its like
     entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in OUR_CALLBACKS}
-    entries["optimizers"] |= {key: keys_of(registry.optimizers.get(key)) for key in ("decoupled_adamw_fused",)}
+    entries["optimizers"] |= {"decoupled_adamw_fused": keys_of(DecoupledAdamWFused), "muon": keys_of(Muon)}
+    del entries["optimizers"]["muon"]["keys"]["model"]
     init_keys = {key for fn in layers_registry.param_init_fns.get_all().values() for key in keys_of(fn)["keys"]}
     mpt = {
         **dict.fromkeys((key for key in PretrainedConfig().to_dict() if key.endswith("_token_id")), "any"),

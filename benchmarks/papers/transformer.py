@@ -20,6 +20,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import SharedExpert
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.optim.muon import Muon
 
 LOGITS = 1 << 28  # of a loss at once; more are computed in chunks, and again in the backward pass
 COMPILED_LOGITS = 1 << 30  # of a compiled loss at once; it keeps them in bf16
@@ -127,6 +128,7 @@ class Transformer:
         dense_layers: so many first layers have dense FFNs of 4 D.
         positions: learned position embeddings; 0 = none.
         gate_lr, expert_lr: factors on the learning rate of gates and of experts.
+        optimizer: adamw | muon. adamw_lr: with muon, the factor on the learning rate of all but hidden matrices.
         gate_init, expert_init: factors on their initial weights.
         seed: of all weights.
         compile: all but MoE layers; "blocks": in training these too, which takes longer to begin.
@@ -149,6 +151,8 @@ class Transformer:
         lr: float = 1e-3,
         gate_lr: float = 1.0,
         expert_lr: float = 1.0,
+        optimizer: str = "adamw",
+        adamw_lr: float = 1.0,
         gate_init: float = 1.0,
         expert_init: float = 1.0,
         weight_decay: float = 0.01,
@@ -188,10 +192,15 @@ class Transformer:
         for name, parameter in self.model.named_parameters():
             factor = gate_lr if ".gate." in name else expert_lr if ".experts." in name else 1.0
             factors.setdefault(factor, []).append(parameter)
-        self.optimizer = torch.optim.AdamW(
-            [{"params": parameters, "factor": factor} for factor, parameters in factors.items()],
-            betas=(0.9, 0.95), weight_decay=weight_decay, fused=device.type == "cuda",
-        )  # fmt: skip
+        groups = [{"params": parameters, "factor": factor, "lr": lr * factor} for factor, parameters in factors.items()]
+        self.optimizer: torch.optim.Optimizer
+        if optimizer == "muon":
+            for group in groups:
+                group |= {"adamw_lr": adamw_lr * group["lr"], "weight_decay": weight_decay * group["lr"]}  # type: ignore[operator]
+            self.optimizer = Muon(groups, model=self.model)
+        else:
+            fused = device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
         self.set_lr(lr)
 
     def set_lr(self, lr: float) -> None:

@@ -97,8 +97,14 @@ class Muon(FusedAdamW):
             raise UserError(f"muon.dtype ({dtype}) must be bfloat16, float32 or float64")
         if not 0 <= momentum < 1:
             raise UserError(f"muon.momentum ({momentum}) must be 0 or more and below 1")
-        settings = {"lr": lr, "adamw_lr": adamw_lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        settings |= {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "dtype": dtype}
+        settings: dict[str, Any] = {"lr": lr, "adamw_lr": adamw_lr, "betas": tuple(betas), "eps": eps}
+        settings |= {
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "dtype": dtype,
+        }
         super().__init__(params, settings)
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
@@ -141,6 +147,7 @@ class Muon(FusedAdamW):
 
     def _views(self, parameter: nn.Parameter, known: Any) -> list[_Matrix]:
         state = self.state[parameter]
+        assert parameter.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         weight, grad, momentum = (local_part(t) for t in (parameter, parameter.grad, state["momentum_buffer"]))

@@ -133,6 +133,18 @@ def test_memory_is_what_h200s_showed(gpus: int, overrides: dict[str, Any], gib: 
     assert allocated / GIB == pytest.approx(gib, rel=0.045)
 
 
+def test_muon_holds_one_moment_of_hidden_matrices() -> None:
+    run = load("yamls/bench/olmoe_1b_7b.yaml")
+    adamw, muon = (
+        planned({**run, "optimizer": {"name": name}}, gpus=4, per_node=4, gib=141)
+        for name in ("decoupled_adamw_fused", "muon")
+    )
+    shape = adamw.shape
+    saved = adamw.memory["optimizer"] - muon.memory["optimizer"]
+    assert saved == 4 * (shape.num_params - shape.outside_blocks) / 4
+    assert muon.time["optimizer"] > adamw.time["optimizer"]
+
+
 def test_a_fused_loss_holds_no_logits() -> None:
     def memory(loss_fn: str, **keys: Any) -> float:
         run = load("yamls/bench/qwen3_30b_a3b.yaml", model__loss_fn=loss_fn, **keys)

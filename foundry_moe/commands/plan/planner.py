@@ -23,7 +23,7 @@ from foundry_moe.schema import UserError, section
 MICROBATCH = "device_train_microbatch_size"
 TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
 SLOW_SHARE, SLOW_S = 0.3, 0.01  # exposed messages above both, a share of the step and seconds, give a warning
-OPTIMIZER_BYTES = {"adam": 8, "lion": 4}  # of state for each parameter: two fp32 moments, or one
+OPTIMIZER_BYTES = {"adam": 8, "muon": 8, "lion": 4}  # of state for each parameter: two fp32 moments, or one
 FEW_ROWS = 256  # of an expert in a microbatch, below which matrix products are slow
 
 
@@ -166,6 +166,7 @@ def plan_run(
         microbatches=math.ceil(sequences / microbatch),
         width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
         state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
+        muon=optimizer == "muon",
         checkpointed=bool(fsdp.get("activation_checkpointing")),
         resharded=bool(fsdp.get("reshard_after_forward", True)),
         stored=2 if "16" in str(section(run, "model").get("master_weights_dtype")) else 4,

@@ -37,7 +37,7 @@ class Step:
 
     tokens: of a microbatch on one GPU. microbatches: in a step.
     width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
-        parameter.
+        parameter. muon: hidden matrices have one moment, 4 bytes less.
     checkpointed: activations are recomputed. resharded: weights are gathered again for the backward pass.
     """
 
@@ -48,6 +48,7 @@ class Step:
     checkpointed: bool
     resharded: bool
     stored: int = 4
+    muon: bool = False
 
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
@@ -60,6 +61,15 @@ def trained_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Of these, the ones with gradients and optimizer state."""
     experts = shape.moe_layers * shape.trained_experts_per_layer
     return shape.dense * shape.trained_share / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
+
+
+def _orthogonalised(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[float, float]:
+    """Of these, the ones that Muon orthogonalises: outside experts, and of experts."""
+    if not step.muon:
+        return 0.0, 0.0
+    dense = (shape.dense - shape.outside_blocks) * shape.trained_share / mesh.dense_shard
+    experts = 0.0 if shape.adapter else shape.moe_layers * shape.trained_experts_a_layer
+    return dense, experts / (mesh.shard * mesh.expert)
 
 
 def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
@@ -189,7 +199,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         at_end = 4 * trained + layer + 2 * width * unit + (width + 4) * trained_unit
     return {
         "weights": step.stored * held + (4 - step.stored) * adapters,
-        "optimizer": step.state_bytes * trained,
+        "optimizer": step.state_bytes * trained - 4 * sum(_orthogonalised(shape, mesh, step)),
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
         "CUDA and NCCL": CONTEXT_BYTES,
@@ -241,7 +251,7 @@ def step_time(
     experts           the same from routing to combine, and the bytes of the weights
     attention         6 S D FLOPs per token and layer over the rate of attention
     norms and others  bytes of the operations between the products, over the memory's bandwidth
-    optimizer         bytes of AdamW and of clipping
+    optimizer         bytes of AdamW and of clipping; FLOPs of Muon
     FSDP's copies     bytes of casts, gathered weights and gradients
     all-to-all        of tokens; exposed, because experts start after it
     other messages    the first and the last gather and reduction, the excess of the others over the arithmetic of
@@ -253,8 +263,13 @@ def step_time(
     all_to_all = tokens_s + waits * LAUNCHES_WAITED * constants.launch_s
     exposed = _exposed_s(step, messages, sum(parts.values()) + all_to_all, constants)
     once = trained_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)
+    dense, experts = _orthogonalised(shape, mesh, step)
+    rows, columns = sorted((shape.d_model, shape.expert_hidden))
+    # five iterations of three products: R R C, R R R and R R C
+    products = 30 * shape.d_model * dense / rate_at(constants.dense_flops_per_s, shape.d_model)
+    products += 5 * (4 * rows + 2 * rows**2 / columns) * experts / rate_at(constants.dense_flops_per_s, rows)
     parts |= {
-        "optimizer": once / constants.memory_bytes_per_s,
+        "optimizer": once / constants.memory_bytes_per_s + products,
         "all-to-all": all_to_all,
         "other messages": exposed,
     }

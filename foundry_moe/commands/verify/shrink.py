@@ -94,7 +94,7 @@ def shrink(
     if small["model"].get("name") in MPTS:
         scale = _shrink_mpt(small, config)
     _shrink_experts(moe_keys(small), scale)
-    _shrink_training(small)
+    _shrink_training(small, precision)
     _fit_device(small, device, precision)
     processes = math.prod(mesh) if mesh else 2
     microbatch = max(1, SEQUENCES // processes)  # so that meshes share the trials of one process
@@ -222,9 +222,12 @@ def _shrink_experts(keys: dict[str, Any], scale: float) -> None:
         keys["shared_expert_hidden_size"] = even_width(shared * scale)
 
 
-def _shrink_training(run: dict[str, Any]) -> None:
-    optimizer = run["optimizer"] if "adam" in str(run["optimizer"].get("name")) else {"name": "decoupled_adamw"}
+def _shrink_training(run: dict[str, Any], precision: str) -> None:
+    name = str(run["optimizer"].get("name"))
+    optimizer = run["optimizer"] if "adam" in name or name == "muon" else {"name": "decoupled_adamw"}
     run["optimizer"] = {**optimizer, "lr": LEARNING_RATE, "eps": EPSILON}
+    if name == "muon":  # rounding of bf16 would differ from mesh to mesh
+        run["optimizer"]["dtype"] = {"fp64": "float64", "fp32": "float32"}[precision]
     clipping = section(run, "algorithms").get("gradient_clipping")
     if isinstance(clipping, dict) and clipping.get("clipping_type") in THRESHOLD:
         clipping["clipping_threshold"] = THRESHOLD[clipping["clipping_type"]]
