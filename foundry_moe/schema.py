@@ -21,6 +21,14 @@ P = ParamSpec("P")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^(module\.)+")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without the parts that wrappers of recomputation, compilation and DDP add."""
+    return _WRAPPERS.sub("", name)
+
+
 class UserError(ValueError):
     """A user's mistake: the message is all that the user needs. Commands print any other error with its traceback."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.lookup import plain_name
 from foundry_moe.ops.finite import NonfiniteSearch
+from foundry_moe.schema import plain_name
 
 
 @dataclass(frozen=True, kw_only=True)

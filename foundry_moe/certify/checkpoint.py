@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from foundry_moe.certify.compare import Report, compare
 from foundry_moe.certify.record import Quantity, Record, Step
-from foundry_moe.certify.sketch import sketch
+from foundry_moe.certify.sketch import Part, sketch
 from foundry_moe.schema import UserError
 
 _READ_BYTES = 2**30  # tensors that are read, and in memory, at a time
@@ -194,7 +194,7 @@ def _sketches(stored: StoredTensors, like: Record, keys: Mapping[str, str]) -> Q
             tensors = stored.read([keys[name] for name in part])
             for one in part:
                 tensor = tensors[keys[one]]
-                begin = (0,) * tensor.dim()
-                rows[one] = sketch(tensor, begin, tuple(tensor.shape), one, like.projections).tolist()
+                whole = Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+                rows[one] = sketch([whole], like.projections).tolist()
             part, bytes_ = [], 0
     return Quantity(rows=rows, apart={})

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from foundry_moe.certify.sketch import STACK, units_of
 from foundry_moe.schema import UserError
 
 FILE = "record.jsonl"
-FORMAT = "foundry_moe record 1"
+FORMAT = "foundry_moe record 2"
 NONE = -1.0  # in place of a sum of squares: there is no such tensor
-KINDS = ("unclipped", "gradient", "weight")  # and `state NAME` for each of the optimizer's
+NUMBERS = 4  # that a rank sends after its sketches: sum of losses, microbatches, tokens, batch
 
 Rows = list[list[float]]  # [U, 1 + P]
 
@@ -46,24 +49,19 @@ class Quantity:
 class Step:
     """A step. number: from 1; the state before the first recorded step has the number of the step before.
 
-    loss: of each rank's microbatches. tokens, batch: 0 where they were not given.
+    loss: mean of each rank's microbatches; empty where it was not given. tokens, batch: 0 where they were not given.
     """
 
     number: int
-    loss: tuple[tuple[float, ...], ...] = ()
+    loss: tuple[float, ...] = ()
+    microbatches: int = 0  # of the rank that has most
     tokens: int = 0
     batch: int = 0
     kinds: Mapping[str, Quantity] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float | None:
-        losses = [loss for of_rank in self.loss for loss in of_rank]
-        return sum(losses) / len(losses) if losses else None
-
-    @property
-    def microbatches(self) -> int:
-        """Of the rank that has most."""
-        return max(map(len, self.loss), default=0)
+        return sum(self.loss) / len(self.loss) if self.loss else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +88,15 @@ class Record:
 
 
 class RecordWriter:
-    """Appends lines; rank 0 alone. Every line is complete on disk before the next step.
+    """Appends lines; rank 0 alone. On a GPU a step's line waits for `flush`, for its numbers are still computed.
 
     Raises:
         ValueError: the folder has a record; ranks disagree on a parameter's shape, or hold less than the whole of it.
     """
 
     def __init__(self, folder: Path, held: Sequence[Mapping[str, Held]], projections: int) -> None:
-        self.path, self.held = folder / FILE, held
+        self.path, self.held, self.width = folder / FILE, held, 1 + projections
+        self._waiting: list[tuple[dict[str, Any], list[str], list[Tensor], torch.cuda.Event | None]] = []
         self.whole: dict[str, Held] = {}
         for of_rank in held:
             for name, part in of_rank.items():
@@ -132,13 +131,47 @@ class RecordWriter:
         with self.path.open("a") as file:
             file.write(json.dumps(line, allow_nan=True) + "\n")
 
-    def combine(self, everyone: Sequence[Rows]) -> dict[str, Any]:
+    def append_step(self, line: dict[str, Any], kinds: list[str], everyone: Sequence[Tensor]) -> None:
+        """Adds a step whose numbers may still be computed.
+
+        Args:
+            everyone: of each rank, fp64: the sketches of each kind, flat, then `NUMBERS` others.
+        """
+        copied, copies = None, list(everyone)
+        if everyone[0].is_cuda:
+            copies = [torch.empty(len(part), dtype=part.dtype, pin_memory=True) for part in everyone]
+            for copy, part in zip(copies, everyone, strict=True):
+                copy.copy_(part, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._waiting.append((line, kinds, copies, copied))
+        if copied is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the steps that wait."""
+        while self._waiting:
+            line, kinds, everyone, copied = self._waiting.pop(0)
+            if copied is not None:
+                copied.synchronize()
+            numbers = [part[-NUMBERS:].tolist() for part in everyone]
+            rows = [part[:-NUMBERS].view(len(kinds), -1, self.width) for part in everyone]
+            found = {
+                "loss": [loss / count for loss, count, _, _ in numbers if count],
+                "microbatches": int(max(count for _, count, _, _ in numbers)),
+                "tokens": int(sum(tokens for _, _, tokens, _ in numbers)),
+                "batch": sum(int(batch) for *_, batch in numbers) % 2**52,
+            }
+            of_kinds = {kind: self._combine([part[i] for part in rows]) for i, kind in enumerate(kinds)}
+            self.append({**line, **(found if "step" in line else {}), **of_kinds})
+
+    def _combine(self, everyone: Sequence[Tensor]) -> dict[str, Any]:
         """The sketches of whole tensors from those of all ranks' shards.
 
         apart: of parameters whose replicas differ, the largest difference of two sketches over the norm.
         """
-        rows: dict[str, Rows | None] = dict.fromkeys(self.whole)
-        owners: dict[tuple[str, tuple[int, ...]], Rows] = {}
+        rows: dict[str, Tensor | None] = dict.fromkeys(self.whole)
+        owners: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         apart: dict[str, float] = {}
         for of_rank, held in zip(everyone, self.held, strict=True):
             at = 0
@@ -153,25 +186,27 @@ class RecordWriter:
                         apart[name] = max(apart.get(name, 0.0), off)
                     continue
                 owners[name, tuple(part.begin)] = mine
-                if any(row[0] == NONE for row in mine):
+                if bool((mine[:, 0] == NONE).any()):
                     continue
-                width = len(mine[0])
-                whole = rows[name] or [[0.0] * width for _ in range(units_of(tuple(part.shape)))]
-                for unit, row in enumerate(mine, part.begin[0] if len(part.shape) >= STACK else 0):
-                    whole[unit] = [a + b for a, b in zip(whole[unit], row, strict=True)]
-                rows[name] = whole
-        return {"rows": rows, "apart": apart}
+                if (whole := rows[name]) is None:
+                    whole = rows[name] = mine.new_zeros(units_of(tuple(part.shape)), self.width)
+                first = part.begin[0] if len(part.shape) >= STACK else 0
+                whole[first : first + len(mine)] += mine
+        return {
+            "rows": {name: None if found is None else found.tolist() for name, found in rows.items()},
+            "apart": apart,
+        }
 
 
-def _apart(one: Rows, other: Rows) -> float:
-    off = 0.0
-    for a, b in zip(one, other, strict=True):
-        if (a[0] == NONE) != (b[0] == NONE):
-            return math.inf
-        scale = math.sqrt(max(a[0], b[0], 0.0))
-        if scale and a != b:
-            off = max(off, max(abs(x - y) for x, y in zip(a[1:], b[1:], strict=True)) / scale, 1e-300)
-    return off
+def _apart(one: Tensor, other: Tensor) -> float:
+    if torch.equal(one, other):
+        return 0.0
+    if bool(((one[:, 0] == NONE) != (other[:, 0] == NONE)).any()):
+        return math.inf
+    one, other = (torch.cat([rows[:, :1].clamp(min=0).sqrt(), rows[:, 1:]], dim=1) for rows in (one, other))
+    scale = torch.maximum(one[:, :1], other[:, :1])
+    found = float(((one - other).abs() / scale.where(scale > 0, torch.inf)).max())
+    return math.inf if math.isnan(found) else found
 
 
 def read_record(folder: str | Path) -> Record:
@@ -232,7 +267,8 @@ def _step(line: Mapping[str, Any], parameters: Mapping[str, Any], width: int) ->
             )
     return Step(
         number=int(line["step"] if "step" in line else line["begin"]),
-        loss=tuple(tuple(float(x) for x in of_rank) for of_rank in line.get("loss") or ()),
+        loss=tuple(float(x) for x in line.get("loss") or ()),
+        microbatches=int(line.get("microbatches", 0)),
         tokens=int(line.get("tokens", 0)),
         batch=int(line.get("batch", 0)),
         kinds=kinds,

@@ -8,7 +8,7 @@ Shapes: U units of a tensor (see `sketch`), P projections.
 from __future__ import annotations
 
 import hashlib
-import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from foundry_moe.certify.record import NONE, Held, RecordWriter
-from foundry_moe.certify.sketch import sketch, units_of
-from foundry_moe.schema import UserError
-
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^(module\.)+")
+from foundry_moe.certify.record import NONE, NUMBERS, Held, RecordWriter
+from foundry_moe.certify.sketch import Part, sketch, units_of
+from foundry_moe.schema import UserError, plain_name
 
 
 class Box(NamedTuple):
@@ -39,8 +37,9 @@ class Recorder:
     """Writes what each step of an optimizer did into a folder, for `foundry-moe certify`.
 
     Construct it on every rank once model and optimizer are complete, sharding included, before the first step or after
-    a resume. Each recorded step reads gradients, weights and states once or twice, and gathers U (1 + P) fp64 numbers a
-    tensor on rank 0, which appends a line of JSON of about 20 bytes per number.
+    a resume. Each recorded step reads gradients, weights and states once (gradients again in each `batch`), and gathers
+    U (1 + P) fp64 numbers a tensor on rank 0, which appends a line of JSON of about 20 bytes per number. On a GPU
+    nothing waits for the device: the line is written at the next step, at `close`, or when the program ends.
 
     Args:
         folder: gets `record.jsonl`, written by rank 0. It must not have one.
@@ -73,31 +72,36 @@ class Recorder:
                 raise UserError(
                     f"{name} is a flattened parameter of FSDP1, which has no shape: use FSDP2 (fully_shard)"
                 )
-            name = clean_name(name)
+            name = plain_name(name)
             box = _box(name, parameter, box_of)
             self.parameters[box.name or name], self.boxes[box.name or name] = parameter, box
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._step, self._begun = step, False
-        self._losses: list[float] = []
-        self._tokens, self._batch = 0, 0
-        self._before: list[Tensor] | None = None
-        self._line: dict[str, Any] = {}
+        self._states: list[str] = []
+        self._loss: Tensor | float = 0.0
+        self._microbatches, self._tokens, self._batch = 0, 0, 0
+        self._kinds: dict[str, Tensor] = {}  # of the step that is being recorded
         held = {
             name: Held(list(box.shape), list(box.begin), list(_local(p).shape), str(p.dtype).removeprefix("torch."))
             for (name, box), p in zip(self.boxes.items(), self.parameters.values(), strict=True)
         }
         everyone = self._gather_objects(held)
+        self._rows = [sum(units_of(tuple(part.size)) for part in of_rank.values()) for of_rank in everyone]
         self._writer = RecordWriter(Path(folder), everyone, projections) if self._is_first else None
+        if self._writer is not None:
+            weakref.finalize(self, self._writer.flush)
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(self._enter_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks and completes the file."""
         for hook in self._hooks:
             hook.remove()
+        if self._writer is not None:
+            self._writer.flush()
 
     def batch(self, loss: Tensor, ids: Tensor | None = None) -> None:
         """Call it after each backward pass and before clipping: notes a loss, tokens, and gradients as they are now.
@@ -105,15 +109,16 @@ class Recorder:
         Args:
             loss: of this rank's microbatch.
             ids: [sequences, ...] integers of the microbatch, for the number of tokens and a sum that is the same for
-                the same sequences in any order and division.
+                the same sequences in any order and division. They are copied to the CPU.
         """
         if not self._records(self._next_step()):
             return
-        self._losses.append(float(loss.detach()))
+        self._loss = self._loss + loss.detach().double()
+        self._microbatches += 1
         if ids is not None:
             self._tokens += ids.numel()
             self._batch = (self._batch + sum(_hash(row) for row in ids.cpu())) % 2**52
-        self._before = [self._sketch(name, parameter.grad) for name, parameter in self.parameters.items()]
+        self._kinds = {"unclipped": self._sketch([p.grad for p in self.parameters.values()])}
 
     def _next_step(self) -> int:
         """The number of the step that comes, from 1."""
@@ -125,70 +130,93 @@ class Recorder:
     def _records(self, step: int) -> bool:
         return not self._begun or step % self.every == 0
 
+    def _enter_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Records gradients: now, or after the closure that computes them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._before_step()
+            return None
+        calls: list[None] = []
+
+        def recorded() -> Any:
+            loss = closure()
+            if not calls:
+                self._before_step()
+            calls.append(None)
+            return loss
+
+        return (optimizer, recorded, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
     def _before_step(self) -> None:
-        step = self._next_step()
-        self._line = {}
-        if not self._records(step):
+        if self._writer is not None:
+            self._writer.flush()
+        if not self._records(self._next_step()):
             return
         if not self._begun:
-            self._write({"begin": step - 1, **self._weights_and_states()})
-        unclipped = None if self._before is None else self._whole(self._before)
-        gradients = self._whole([self._sketch(name, p.grad) for name, p in self.parameters.items()])
-        losses = self._gather_objects([self._losses, self._tokens, self._batch])
-        self._line = {
-            "step": step,
-            "loss": [loss for loss, _, _ in losses],
-            "tokens": sum(tokens for _, tokens, _ in losses),
-            "batch": sum(batch for _, _, batch in losses) % 2**52,
-            "unclipped": unclipped,
-            "gradient": gradients,
-        }
-        self._before, self._losses, self._tokens, self._batch = None, [], 0, 0
+            self._write({"begin": self._next_step() - 1}, self._weights_and_states())
+        self._kinds["gradient"] = self._sketch([p.grad for p in self.parameters.values()])
 
     def _after_step(self) -> None:
-        if self._line:
-            self._begun = True
-            self._write({**self._line, **self._weights_and_states()})
         self._step = self._next_step()
+        if "gradient" not in self._kinds:
+            return
+        self._write({"step": self._step}, {**self._kinds, **self._weights_and_states()})
+        self._begun, self._kinds = True, {}
+        self._loss, self._microbatches, self._tokens, self._batch = 0.0, 0, 0, 0
 
-    def _weights_and_states(self) -> dict[str, Any]:
-        kinds = {"weight": [self._sketch(name, parameter) for name, parameter in self.parameters.items()]}
-        keys = {
-            key
-            for parameter in self.parameters.values()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
-        }
-        for key in sorted(set().union(*self._gather_objects(keys))):
-            found = [self.optimizer.state.get(parameter, {}).get(key) for parameter in self.parameters.values()]
-            kinds[f"state {key}"] = [self._sketch(n, v) for n, v in zip(self.parameters, found, strict=True)]
-        return {kind: self._whole(values) for kind, values in kinds.items()}
+    def _weights_and_states(self) -> dict[str, Tensor]:
+        parameters = self.parameters.values()
+        if not self._begun:  # before the first step, and after it, when most optimizers have made their states
+            mine = {
+                key
+                for parameter in parameters
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
+            }
+            self._states = sorted(set().union(*self._gather_objects(mine)))
+        kinds = {"weight": self._sketch(list(parameters))}
+        for key in self._states:
+            kinds[f"state {key}"] = self._sketch([self.optimizer.state.get(p, {}).get(key) for p in parameters])
+        return kinds
 
-    def _sketch(self, name: str, tensor: Tensor | None) -> Tensor:
-        """fp64 [U of the shard, 1 + P]; NONE everywhere for a tensor that does not exist."""
-        parameter, box = self.parameters[name], self.boxes[name]
-        if tensor is None:
-            units = units_of(tuple(_local(parameter).shape))
-            return torch.full((units, 1 + self.projections), NONE, dtype=torch.float64, device=_local(parameter).device)
-        return sketch(_local(tensor), box.begin, box.shape, name, self.projections)
+    def _sketch(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """fp64 [rows, 1 + P], a tensor per parameter; NONE everywhere for a tensor that does not exist."""
+        parts = [
+            Part(_local(parameter if tensor is None else tensor), box.begin, box.shape)
+            for tensor, parameter, box in zip(tensors, self.parameters.values(), self.boxes.values(), strict=True)
+        ]
+        present = [part for part, tensor in zip(parts, tensors, strict=True) if tensor is not None]
+        found = sketch(present, self.projections) if present else None
+        if found is not None and len(present) == len(parts):
+            return found
+        lengths = [units_of(tuple(part.local.shape)) for part in parts]
+        device = parts[0].local.device
+        rows = torch.full((sum(lengths), 1 + self.projections), NONE, dtype=torch.float64, device=device)
+        here, at = 0, 0
+        for tensor, length in zip(tensors, lengths, strict=True):
+            if tensor is not None and found is not None:
+                rows[at : at + length] = found[here : here + length]
+                here += length
+            at += length
+        return rows
 
-    def _whole(self, values: Sequence[Tensor]) -> dict[str, Any] | None:
-        """Sums of the shards' sketches by parameter, and how far apart replicas are; None but on rank 0. Collective."""
-        mine = torch.cat(list(values))
-        if self._ranks == 1:
-            everyone = [mine.cpu()]
-        else:
-            rows = torch.tensor([len(mine)], device=mine.device)
-            lengths = [torch.empty_like(rows) for _ in range(self._ranks)]
-            dist.all_gather(lengths, rows)
-            padded = mine.new_zeros(max(int(n) for n in lengths), mine.shape[1])
+    def _write(self, line: dict[str, Any], kinds: dict[str, Tensor]) -> None:
+        """Gathers sketches and losses of all ranks on rank 0, which writes them. Collective; one copy to the host."""
+        first = next(iter(kinds.values()))
+        loss = torch.as_tensor(self._loss, dtype=torch.float64).to(first.device, non_blocking=True).reshape(1)
+        counts = torch.tensor([self._microbatches, self._tokens, self._batch], dtype=torch.float64)
+        mine = torch.cat(
+            [*(rows.flatten() for rows in kinds.values()), loss, counts.to(first.device, non_blocking=True)]
+        )
+        lengths = [rows * first.shape[1] * len(kinds) + NUMBERS for rows in self._rows]
+        everyone = [mine]
+        if self._ranks > 1:
+            padded = mine.new_zeros(max(lengths))
             padded[: len(mine)] = mine
-            gathered = [torch.empty_like(padded) for _ in range(self._ranks)] if self._is_first else None
-            dist.gather(padded, gathered, dst=0)
-            everyone = [part[: int(n)].cpu() for part, n in zip(gathered or [], lengths, strict=False)]
-        if self._writer is None:
-            return None
-        return self._writer.combine([part.tolist() for part in everyone])
+            everyone = [torch.empty_like(padded) for _ in range(self._ranks)] if self._is_first else []
+            dist.gather(padded, everyone or None, dst=0)
+        if self._writer is not None:
+            self._writer.append_step(line, list(kinds), [part[:n] for part, n in zip(everyone, lengths, strict=True)])
 
     def _gather_objects(self, value: Any) -> list[Any]:
         if self._ranks == 1:
@@ -197,10 +225,6 @@ class Recorder:
         dist.all_gather_object(everyone, value)
         return everyone
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.append(line)
-
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -208,11 +232,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _hash(row: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(row.long().numpy().tobytes()).digest()[:6], "little")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the parts that DDP, compilation and recomputation add."""
-    return _WRAPPERS.sub("", name)
 
 
 def _box(name: str, parameter: Tensor, box_of: Callable[[str, Tensor], Box | None] | None) -> Box:

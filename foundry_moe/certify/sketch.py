@@ -1,23 +1,34 @@
 """Sketches of tensors: the sum of squares and some random projections, which are equal however a tensor is divided.
 
-A projection is the inner product with a random tensor, the outer product of one vector of normal numbers for each
-dimension. The vectors depend on the parameter's name and the dimension alone, so a shard needs only its slices of them,
-and the sketches of shards add up to that of the whole. A tensor of three or more dimensions is a stack, such as the
-matrices of experts: each index of its first dimension has a sketch of its own.
+A projection is the inner product of normal numbers with all elements of a small tensor, or with `SAMPLES` elements at
+random places of a larger one. Numbers and places depend on the whole tensor's shape alone, so a shard computes its part
+of the sum, and the sketches of shards add up to that of the whole. A tensor of three or more dimensions is a stack, such
+as the matrices of experts: each index of its first dimension has a sketch of its own.
 
-Shapes: U units (1, or the length of a stack), P projections.
+Shapes: U units (1, or the length of a stack), P projections, M sampled elements of a unit that are in the shard.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 STACK = 3  # dimensions from which on the first one is a stack's
-_CHUNK = 2**26  # elements that are converted at a time
+SAMPLES = 2**16  # 3% of a matrix of 2048 x 1024
+
+
+class Part(NamedTuple):
+    """A rank's box of a tensor. local: its elements. begin: index of the box in the whole, which has this shape."""
+
+    local: Tensor
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def units_of(shape: tuple[int, ...]) -> int:
@@ -26,64 +37,57 @@ def units_of(shape: tuple[int, ...]) -> int:
 
 
 @torch.no_grad()
-def sketch(local: Tensor, begin: tuple[int, ...], shape: tuple[int, ...], key: str, projections: int) -> Tensor:
-    """fp64 [U, 1 + P] on the tensor's device: the sum of squares, then the projections.
+def sketch(parts: Sequence[Part], projections: int) -> Tensor:
+    """fp64 [sum of U, 1 + P] of tensors on one device: sums of squares, then projections. Does not wait for the device.
 
-    The inner products along the last dimension are computed in fp32 for tensors of at most 32 bits on a GPU, and in
-    fp64 otherwise.
-
-    Args:
-        local: a box of the tensor.
-        begin: index of the box in the whole tensor.
-        shape: of the whole tensor.
-        key: the parameter's name.
+    All norms of a dtype are one call, and tensors of the same shape and place share a product.
     """
-    units = units_of(tuple(local.shape)) if local.dim() >= STACK else 1
-    if not local.numel():
-        return torch.zeros(units, 1 + projections, dtype=torch.float64, device=local.device)
-    box = local.reshape(1) if local.dim() == 0 else local
-    begin, shape = (begin, shape) if local.dim() else ((0,), (1,))
-    first = 1 if box.dim() >= STACK else 0  # the first dimension that is summed
-    vectors = [
-        _vectors(f"{key}/{dim}", shape[dim], projections, box.device)[begin[dim] : begin[dim] + box.shape[dim]]
-        for dim in range(first, box.dim())
+    counts = [units_of(tuple(part.local.shape)) for part in parts]
+    flat = [
+        part.local.reshape(units, part.local.numel() // max(units, 1))
+        for units, part in zip(counts, parts, strict=True)
     ]
-    rows = max(1, _CHUNK // max(1, box[0].numel()))
-    parts = [_contract(part, vectors, part_begin, first) for part_begin, part in _chunks(box, rows)]
-    return torch.cat(parts) if first else torch.stack(parts).sum(0)
+    zero = torch.zeros(1, 1 + projections, dtype=torch.float64, device=parts[0].local.device)
+    squares = [zero[0, :1].expand(units) for units in counts]
+    projected = [zero[:, 1:].expand(units, -1) for units in counts]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_place: dict[tuple, list[int]] = {}
+    for index, part in enumerate(parts):
+        if part.local.numel():
+            by_dtype.setdefault(part.local.dtype, []).append(index)
+            place = (part.local.dtype, tuple(part.local.shape), tuple(part.begin), tuple(part.shape))
+            by_place.setdefault(place, []).append(index)
+    for indices in by_dtype.values():
+        norms = torch._foreach_norm([row for i in indices for row in flat[i].unbind(0)], 2, torch.float64)
+        rows = torch.stack(norms).square().split([counts[i] for i in indices])
+        for i, of_tensor in zip(indices, rows, strict=True):
+            squares[i] = of_tensor
+    for (_, size, begin, shape), indices in by_place.items():
+        index_M, numbers_MP = _draw(size, begin, shape, projections, zero.device)
+        sampled = [flat[i] if index_M is None else flat[i].index_select(1, index_M) for i in indices]
+        products = (torch.cat(sampled).double() @ numbers_MP).split(counts[indices[0]])
+        for i, of_tensor in zip(indices, products, strict=True):
+            projected[i] = of_tensor
+    return torch.cat([torch.cat(squares)[:, None], torch.cat(projected)], dim=1)
 
 
-def _chunks(box: Tensor, rows: int) -> list[tuple[int, Tensor]]:
-    return [(at, box[at : at + rows]) for at in range(0, box.shape[0], rows)]
-
-
-def _contract(part: Tensor, vectors: list[Tensor], at: int, first: int) -> Tensor:
-    """[U, 1 + P] of rows `at` and following of a box."""
-    if not first:
-        vectors = [vectors[0][at : at + part.shape[0]], *vectors[1:]]
-    exact = part.device.type == "cpu" or part.dtype == torch.float64
-    part = part.to(torch.float64 if exact else torch.float32)
-    flat = part.reshape(part.shape[0] if first else 1, -1)
-    squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-    *outer, last = vectors
-    projected = _matmul(part, last.to(part.dtype)).double()
-    for vector in reversed(outer):
-        projected = (projected * vector).sum(-2)
-    return torch.cat([squares[:, None], projected.reshape(flat.shape[0], -1)], dim=1)
-
-
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        return left @ right
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
-@functools.lru_cache(maxsize=8192)
-def _vectors(key: str, size: int, projections: int, device: torch.device) -> Tensor:
-    """fp64 [size, P], the same numbers on every rank and device."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
-    drawn = torch.randn(size, projections, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(device)
+@functools.lru_cache(maxsize=512)
+def _draw(
+    size: tuple[int, ...], begin: tuple[int, ...], shape: tuple[int, ...], projections: int, device: torch.device
+) -> tuple[Tensor | None, Tensor]:
+    """Of the sampled elements of a unit: [M] indices of those in the box, None = all of it; fp64 [M, P] numbers."""
+    skip = 1 if len(shape) >= STACK else 0
+    size, begin, shape = size[skip:], begin[skip:], shape[skip:]
+    seed = int.from_bytes(hashlib.sha256(repr(shape).encode()).digest()[:8], "little") >> 1
+    random, numel = torch.Generator().manual_seed(seed), math.prod(shape)
+    whole_M = torch.arange(numel) if numel <= SAMPLES else torch.randint(numel, (SAMPLES,), generator=random).sort()[0]
+    numbers_MP = torch.randn(len(whole_M), projections, dtype=torch.float64, generator=random)
+    inside_M, local_M = torch.ones(len(whole_M), dtype=torch.bool), torch.zeros_like(whole_M)
+    stride = numel
+    for dim, length in enumerate(shape):
+        stride //= length
+        place_M = whole_M // stride % length - begin[dim]
+        inside_M &= (place_M >= 0) & (place_M < size[dim])
+        local_M = local_M * size[dim] + place_M
+    index_M = None if numel <= SAMPLES else local_M[inside_M].to(device)
+    return index_M, numbers_MP[inside_M].to(device)

@@ -7,7 +7,6 @@ Shapes: E experts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,13 +18,6 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.schema import UserError
-
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^module\.")
-
-
-def plain_name(name: str) -> str:
-    """The name of a module or parameter without the parts that wrappers of recomputation, compilation and DDP add."""
-    return _WRAPPERS.sub("", name)
 
 
 def named_moe_layers(model: nn.Module) -> dict[str, MoELayer]:

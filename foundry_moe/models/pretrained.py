@@ -22,11 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import mapping, parse_json, shown
 from foundry_moe.config import MOST_EXPERTS
-from foundry_moe.layers.lookup import named_moe_layers, plain_name
+from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.blocks import WeightPart, whole
 from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
 from foundry_moe.models.families import FAMILIES
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, plain_name
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foundry_moe.commands.verify.formula import Capture
 from foundry_moe.commands.verify.shrink import SAVE_AFTER
-from foundry_moe.layers.lookup import named_moe_layers, plain_name
+from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.schema import plain_name
 
 KINDS = {"gate": "gate", "experts": "experts", "shared_expert": "shared"}
 # Composer's Hugging Face wrapper looks through all of them for each model: they are imported once, in the fork server

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from foundry_moe.layers.lookup import named_moe_layers, plain_name
+from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.blocks import WeightPart
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import Native, native_of
 from foundry_moe.models.native.targets import assemble
 from foundry_moe.models.pretrained import by_tensor, fill
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, plain_name
 
 _HOW = (
     "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe checkpoints export`, which writes it "
