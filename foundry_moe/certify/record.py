@@ -174,10 +174,10 @@ class RecordWriter:
         owners: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         apart: dict[str, float] = {}
         for of_rank, held in zip(everyone, self.held, strict=True):
-            at = 0
+            missing, at = (of_rank[:, 0] == NONE).tolist(), 0
             for name, part in held.items():
                 units = units_of(tuple(part.size))
-                mine, at = of_rank[at : at + units], at + units
+                mine, lost, at = of_rank[at : at + units], any(missing[at : at + units]), at + units
                 if not math.prod(part.size):
                     continue
                 owner = owners.get((name, tuple(part.begin)))
@@ -186,7 +186,7 @@ class RecordWriter:
                         apart[name] = max(apart.get(name, 0.0), off)
                     continue
                 owners[name, tuple(part.begin)] = mine
-                if bool((mine[:, 0] == NONE).any()):
+                if lost:
                     continue
                 if (whole := rows[name]) is None:
                     whole = rows[name] = mine.new_zeros(units_of(tuple(part.shape)), self.width)

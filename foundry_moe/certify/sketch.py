@@ -2,8 +2,8 @@
 
 A projection is the inner product of normal numbers with all elements of a small tensor, or with `SAMPLES` elements at
 random places of a larger one. Numbers and places depend on the whole tensor's shape alone, so a shard computes its part
-of the sum, and the sketches of shards add up to that of the whole. A tensor of three or more dimensions is a stack, such
-as the matrices of experts: each index of its first dimension has a sketch of its own.
+of the sum, and the sketches of shards add up to that of the whole. A tensor of three or more dimensions is a stack,
+such as the matrices of experts: each index of its first dimension has a sketch of its own.
 
 Shapes: U units (1, or the length of a stack), P projections, M sampled elements of a unit that are in the shard.
 """
