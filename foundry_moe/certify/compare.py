@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from foundry_moe.certify.record import Quantity, Record, Step
+from foundry_moe.certify.sketch import STACK
 from foundry_moe.schema import UserError
 
 # Sums in another order: measured up to 3e-15 in fp64, 1e-6 in fp32, a few units of rounding in 16 bits.
@@ -86,8 +87,7 @@ def compare(
         raise UserError(f"{a.name} and {b.name} have no parameter of the same name and shape: see --names")
     dtypes = {record.dtypes[name] for record in (a, b) for name in names}
     limit = tolerance or max(TOLERANCE.get(dtype, TOLERANCE["bfloat16"]) for dtype in dtypes)
-    floor = min(0.1, 10 * max(_EPSILON.get(dtype, 8e-3) for dtype in dtypes) / limit)
-    judge = _Judge(a, b, names, limit, floor)
+    judge = _Judge(a, b, names, limit, floor_of(dtypes, limit))
     symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained()]
     first = judge.run()
     if first is not None:
@@ -152,6 +152,44 @@ def _norm(row: Sequence[float] | None) -> float:
     return math.sqrt(max(row[0], 0.0)) if row is not None else 0.0
 
 
+def pairs_of(ours: Step, theirs: Step, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Pair]:
+    """Sketches of a kind at two steps, for the parameters in `shapes`; without units that neither step has."""
+    pairs = []
+    for name, shape in shapes.items():
+        found = [step.kinds[kind].rows.get(name) if kind in step.kinds else None for step in (ours, theirs)]
+        for index in range(max((len(rows) for rows in found if rows is not None), default=0)):
+            unit = Unit(name, index if len(shape) >= STACK else None)
+            a, b = (None if rows is None else rows[index] for rows in found)
+            pairs.append(Pair(unit, math.prod(shape[1:] if len(shape) >= STACK else shape), a, b))
+    return pairs
+
+
+def relative_differences(pairs: Sequence[Pair], floor: float) -> dict[Unit, float]:
+    """The larger difference of norms or projections over the norm; infinite where one is missing or no number.
+
+    Args:
+        floor: of the norm, as a share of the norm that the unit would have with the largest rms of these.
+    """
+    rms = max((_norm(pair.a) / math.sqrt(pair.numel) for pair in pairs if pair.numel), default=0.0)
+    return {pair.unit: _off(pair, floor * rms * math.sqrt(pair.numel)) for pair in pairs}
+
+
+def floor_of(dtypes: Iterable[str], tolerance: float) -> float:
+    """See `relative_differences`: so that rounding of a larger tensor's scale is within the tolerance."""
+    return min(0.1, 10 * max(_EPSILON.get(dtype, 8e-3) for dtype in dtypes) / tolerance)
+
+
+def _off(pair: Pair, least: float) -> float:
+    a, b = pair.a, pair.b
+    if a is None or b is None:
+        return 0.0 if _norm(a) == _norm(b) == 0 else math.inf
+    scale = max(_norm(a), _norm(b), least)
+    if scale == 0:
+        return 0.0
+    off = max(abs(_norm(a) - _norm(b)), *(abs(x - y) for x, y in zip(a[1:], b[1:], strict=False))) / scale
+    return off if math.isfinite(off) else math.inf
+
+
 class _Judge:
     """The comparison of two records, with its findings so far."""
 
@@ -198,42 +236,24 @@ class _Judge:
         found = [kind for kind in {**ours.kinds, **theirs.kinds} if kind.startswith("state ")]
         return [*sorted(found), "weight"]
 
-    def _pairs(self, ours: Step, theirs: Step, kind: str) -> Iterator[Pair]:
-        for name in self.names:
-            found = [step.kinds[kind].rows.get(name) if kind in step.kinds else None for step in (ours, theirs)]
-            shape = self.a.shapes[name]
-            units = max((len(rows) for rows in found if rows is not None), default=0)
-            for index in range(units):
-                unit = Unit(name, index if len(shape) > 2 else None)
-                a, b = (None if rows is None else rows[index] for rows in found)
-                yield Pair(unit, math.prod(shape[1:] if len(shape) > 2 else shape), a, b)
+    def _pairs(self, ours: Step, theirs: Step, kind: str) -> list[Pair]:
+        return pairs_of(ours, theirs, kind, {name: self.a.shapes[name] for name in self.names})
 
     def _difference(
         self, ours: Step, theirs: Step, kind: str, limit: float, *, resumed: bool = False
     ) -> Difference | None:
         pairs = [p for p in self._pairs(ours, theirs, kind) if resumed or p.unit not in self._rounding]
-        rms = max((_norm(p.a) / math.sqrt(p.numel) for p in pairs if p.numel), default=0.0)
-        off = {pair.unit: self._off(pair, rms) for pair in pairs}
+        off = relative_differences(pairs, self.floor)
         wrong = sorted((unit for unit in off if not off[unit] <= limit), key=lambda unit: -off[unit])
         self.largest = max([self.largest, *(value for value in off.values() if value <= limit)])
         if not wrong:
             return None
         return Difference(step=theirs.number, kind=kind, units=tuple(wrong), largest=off[wrong[0]], compared=len(pairs))
 
-    def _off(self, pair: Pair, rms: float) -> float:
-        a, b = pair.a, pair.b
-        if a is None or b is None:
-            return 0.0 if _norm(a) == _norm(b) == 0 else math.inf
-        scale = max(_norm(a), _norm(b), self.floor * rms * math.sqrt(pair.numel))
-        if scale == 0:
-            return 0.0
-        off = max(abs(_norm(a) - _norm(b)), *(abs(x - y) for x, y in zip(a[1:], b[1:], strict=False))) / scale
-        return off if math.isfinite(off) else math.inf
-
     def _note_rounding(self, ours: Step) -> None:
         if "gradient" not in ours.kinds:
             return
-        pairs = list(self._pairs(ours, ours, "gradient"))
+        pairs = self._pairs(ours, ours, "gradient")
         sizes = {p.unit: _norm(p.a) / math.sqrt(max(p.numel, 1)) for p in pairs}
         largest = max(sizes.values(), default=0.0)
         self._rounding |= {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}

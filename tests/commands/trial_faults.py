@@ -133,7 +133,7 @@ def checked(trials: Sequence[Trial]) -> Found:
     found = train_trials(trials)
     for name, seen in found.items():
         if name.startswith("every token to one expert") and "resumed" not in name:
-            gradients = [g for key, g in seen.items() if key.startswith("grad/0/experts/") and key.endswith("w1_EFD")]
+            gradients = [g for key, g in seen.items() if key.startswith("gradient/") and key.endswith("experts.w1_EFD")]
             assert len(gradients) == 2 and all(g.flatten(1).any(1).sum() == 1 for g in gradients), name
     return found
 

@@ -1,11 +1,11 @@
-"""Data and callback of a trial: random tokens, and a record of losses, gradients, norms, weights and state on the CPU.
+"""Data and callback of a trial: random tokens, and its record with the whole tensors that must be equal bit by bit.
 
 Shapes: T tokens, D model width, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
 from typing import Any, ClassVar
 
 import llmfoundry.command_utils  # noqa: F401  (once in the fork server, not in each child)
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from foundry_moe.certify import Recorder, read_record
 from foundry_moe.commands.verify.formula import Capture
 from foundry_moe.commands.verify.shrink import SAVE_AFTER
 from foundry_moe.layers.lookup import named_moe_layers
@@ -35,30 +36,34 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-class Recorder(Callback):
-    """Fills `seen`.
+class TrialRecorder(Callback):
+    """Fills `seen`, on rank 0.
 
-    `loss/step`, `norm/step` (before clipping), `clipped/step`, `grad/step/kind/name`, `begin/kind/name`,
-    `weight/kind/name` and `buffer/name` (after `SAVE_AFTER` steps), `saved/name` and `resumed/name` (all tensors),
-    `agree/name` (how far apart ranks' buffers are), `formula` (see `Capture`), `converted` (two logits). Kinds are
-    gate, experts, shared and dense. The last run's recorder is `Recorder.last`.
+    `record` (see `certify.Recorder`), `kinds` (gate, experts, shared or dense, by parameter), `loss/step`,
+    `gradient/name` (of experts and gates, of the first step), `begin/name`, `saved/name` and `resumed/name` (all
+    tensors), `buffer/name` (after `SAVE_AFTER` steps), `agree/name` (how far apart ranks' buffers are), `formula` (see
+    `Capture`), `converted` (two logits). The last run's recorder is `TrialRecorder.last`.
     """
 
-    last: ClassVar[Recorder]
+    last: ClassVar[TrialRecorder]
 
     def __init__(self, microbatches: int, with_formula: bool, source: str) -> None:
         self.microbatches, self.with_formula, self.source = microbatches, with_formula, source
         self.seen: dict[str, Any] = {}
         self._backward_passes = 0
         self._capture: Capture | None = None
-        Recorder.last = self
+        self._folder = tempfile.TemporaryDirectory(prefix="verify-record-")
+        TrialRecorder.last = self
 
     def fit_start(self, state: State, logger: Logger) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False  # Composer enables it, but fp32 is the reference here
-        if state.timestamp.batch.value:
+        done = state.timestamp.batch.value
+        self._recorder = Recorder(state.model, state.optimizers[0], self._folder.name, step=done)
+        self.seen["kinds"] = _kinds(state.model)
+        if done:
             self.seen.update({f"resumed/{name}": tensor for name, tensor in whole_state(state).items()})
             return
-        self.seen.update({f"begin/{name}": whole(tensor) for name, tensor in _parameters(state.model).items()})
+        self.seen.update({f"begin/{name}": whole(tensor) for name, tensor in self._recorder.parameters.items()})
         if self.source:
             self.seen["converted"] = _logits_of_both(state.model, self.source)
         if self.with_formula:
@@ -68,39 +73,41 @@ class Recorder(Callback):
         self._backward_passes += 1
         if self._backward_passes % self.microbatches:
             return
-        step = state.timestamp.batch.value
-        gradients = _gradients(state.model)
-        self.seen.update({f"grad/{step}/{name}": gradient for name, gradient in gradients.items()})
-        self.seen[f"norm/{step}"] = _norm(gradients)
+        self._recorder.batch(torch.as_tensor(state.loss))
+        if self._backward_passes == self.microbatches:
+            for name, parameter in self._recorder.parameters.items():
+                if parameter.grad is not None and self.seen["kinds"][name] != "dense":
+                    self.seen[f"gradient/{name}"] = whole(parameter.grad)
         if self._capture is not None:
             self.seen["formula"] = self._capture.finish()
             self._capture = None
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self.seen[f"clipped/{state.timestamp.batch.value}"] = _norm(_gradients(state.model))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         done = state.timestamp.batch.value
         loss = state.total_loss_dict["loss/train/total"]
         self.seen[f"loss/{done - 1}"] = torch.as_tensor(loss).detach().double().cpu()
         if done == SAVE_AFTER:
-            self.seen.update({f"weight/{name}": whole(tensor) for name, tensor in _parameters(state.model).items()})
             self.seen.update({f"saved/{name}": tensor for name, tensor in whole_state(state).items()})
             for name, buffer in _buffers(state.model).items():
                 self.seen[f"buffer/{name}"] = buffer
                 everyone = dist.all_gather_object(buffer)
                 self.seen[f"agree/{name}"] = torch.stack([(other - buffer).abs().max() for other in everyone]).max()
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._recorder.close()
+        if dist.get_global_rank() == 0:
+            self.seen["record"] = read_record(self._folder.name)
+        self._folder.cleanup()
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By kind and name."""
+
+def _kinds(model: nn.Module) -> dict[str, str]:
+    """The kind of each parameter."""
     layers = [f"{plain_name(name)}." for name in named_moe_layers(model)]
-    found = {}
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
+    kinds = {}
+    for name in map(plain_name, dict(model.named_parameters())):
         part = next((name.removeprefix(layer).partition(".")[0] for layer in layers if name.startswith(layer)), "")
-        found[f"{KINDS.get(part, 'dense')}/{name}"] = parameter
-    return found
+        kinds[name] = KINDS.get(part, "dense")
+    return kinds
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -124,14 +131,6 @@ def whole_state(state: State) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if isinstance(tensor, Tensor)
     }
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in _parameters(model).items() if p.grad is not None}
-
-
-def _norm(gradients: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
 
 
 @torch.no_grad()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from foundry_moe.certify.compare import floor_of, pairs_of, relative_differences
+from foundry_moe.certify.record import Step
+from foundry_moe.schema import plain_name
 
 # Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
@@ -53,32 +57,49 @@ def compare_trials(
         tolerance: of all rows except the weights at the start, which must be equal.
     """
     rows: list[Row] = []
+    ours, theirs = ({step.number: step for step in seen["record"].steps} for seen in (alone, mesh))
+    shapes = alone["record"].shapes
+    floor = floor_of(alone["record"].dtypes.values(), tolerance)
 
-    def add(quantity: str, *prefixes: str, why: str = "", limit: float = tolerance) -> None:
-        names = [name for name in mesh.keys() | alone.keys() if name.startswith(prefixes)]
-        found = max((difference(mesh.get(name), alone.get(name)) for name in names), default=None)
-        rows.append(Row(quantity=quantity, difference=found, tolerance=limit, why="" if found is not None else why))
+    def row(quantity: str, found: Iterable[float], why: str = "", limit: float = tolerance) -> None:
+        largest = max(found, default=None)
+        rows.append(Row(quantity=quantity, difference=largest, tolerance=limit, why="" if largest is not None else why))
 
-    def all_steps(quantity: str) -> tuple[str, ...]:
-        return tuple(f"{quantity}/{step}" for step in range(steps))
+    def whole(prefix: str) -> list[float]:
+        names = [name for name in mesh.keys() | alone.keys() if name.startswith(prefix)]
+        return [difference(mesh.get(name), alone.get(name)) for name in names]
 
-    add("weights at the start", "begin/", limit=0.0)
-    add(f"loss of {steps} steps", *all_steps("loss"))
+    def sketched(kind: str, step: int, part: str = "") -> list[float]:
+        chosen = {name: shapes[name] for name, of in alone["kinds"].items() if part in ("", of)}
+        return list(relative_differences(pairs_of(ours[step], theirs[step], kind, chosen), floor).values())
+
+    def norms(kind: str) -> list[float]:
+        return [difference(_norm(theirs[step], kind), _norm(ours[step], kind)) for step in range(1, steps + 1)]
+
+    row("weights at the start", whole("begin/"), limit=0.0)
+    row(f"loss of {steps} steps", [found for step in range(steps) for found in whole(f"loss/{step}")])
     # the first step's, on equal weights, show where a fault is: it is in all gradients after
-    add("gate's gradient", "grad/0/gate/", why="the gate has no weights")
-    add("experts' gradients", "grad/0/experts/")
-    add("shared expert's gradients", "grad/0/shared/", why="there is none")
-    add("dense gradients", "grad/0/dense/")
-    add(f"all gradients of the next {steps - 1} steps", *all_steps("grad")[1:])
-    add("gradients' norm", *all_steps("norm"))
-    add("clipped norm", *(all_steps("clipped") if clips else ()), why="the run does not clip")
-    add(f"weights after {steps} steps", "weight/")
-    add(f"optimizer's state after {steps} steps", "saved/optimizer/")
+    row("gate's gradient", sketched("unclipped", 1, "gate"), why="the gate has no weights")
+    row("experts' gradients", sketched("unclipped", 1, "experts"))
+    row("shared expert's gradients", sketched("unclipped", 1, "shared"), why="there is none")
+    row("dense gradients", sketched("unclipped", 1, "dense"))
+    later = [found for step in range(2, steps + 1) for found in sketched("unclipped", step)]
+    row(f"all gradients of the next {steps - 1} steps", later)
+    row("gradients' norm", norms("unclipped"))
+    row("clipped norm", norms("gradient") if clips else (), why="the run does not clip")
+    row(f"weights after {steps} steps", sketched("weight", steps))
+    states = sorted({kind for step in (ours, theirs) for kind in step[steps].kinds if kind.startswith("state ")})
+    row(f"optimizer's state after {steps} steps", [found for kind in states for found in sketched(kind, steps)])
     if any(name.startswith("buffer/") for name in alone):
-        add(f"gate's bias after {steps} steps", "buffer/")
+        row(f"gate's bias after {steps} steps", whole("buffer/"))
         apart = max(float(value) for name, value in mesh.items() if name.startswith("agree/"))
         rows.append(Row(quantity="gate's bias, equal on all ranks", difference=apart, tolerance=0.0))
     return rows
+
+
+def _norm(step: Step, kind: str) -> Tensor:
+    rows = [row for rows in step.kinds[kind].rows.values() for row in rows or ()]
+    return torch.tensor([row[0] for row in rows], dtype=torch.float64).sum().sqrt()
 
 
 def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> list[Row]:
@@ -116,8 +137,7 @@ def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> lis
 
 
 def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | None:
-    ends = f"{layer.removeprefix('module.')}.{parameter}"
-    return next((v for k, v in seen.items() if k.startswith("grad/0/") and k.split("/", 3)[3] == ends), None)
+    return seen.get(f"gradient/{plain_name(layer)}.{parameter}")
 
 
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:

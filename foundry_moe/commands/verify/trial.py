@@ -102,7 +102,7 @@ def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def train_trial(trial: Trial) -> dict[str, Any]:
-    """One training; see `recorder.Recorder` for what it returns."""
+    """One training; see `recorder.TrialRecorder` for what it returns."""
     os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer reads NODE_RANK when it saves
     # warnings of the trainer would hide the table
     warnings.showwarning = lambda *_, **__: None
@@ -114,12 +114,12 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     from llmfoundry.command_utils import train
     from omegaconf import OmegaConf
 
-    from foundry_moe.commands.verify.recorder import Recorder, build_loader
+    from foundry_moe.commands.verify.recorder import TrialRecorder, build_loader
 
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
-        registry.callbacks.register(RECORDER, func=Recorder)
+        registry.callbacks.register(RECORDER, func=TrialRecorder)
     trainer = train(OmegaConf.create(dict(trial.run)))
-    seen = Recorder.last.seen
+    seen = TrialRecorder.last.seen
     trainer.close()
     return seen
