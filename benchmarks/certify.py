@@ -2,13 +2,14 @@
 
     python benchmarks/certify.py [--layers 7]
 
-Prints the milliseconds of both, the share of a step that a record each tenth step takes, and how far a recorded norm
-and projection are from fp64.
+Prints the milliseconds of both, the share of a step that a record each tenth step takes, the kernels that it launches
+and its waits for the device, and how far a recorded norm and projection are from those of a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import tempfile
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from foundry_moe import BatchContext, MoEConfig, MoELayer
 from foundry_moe.certify import Recorder
-from foundry_moe.certify.sketch import sketch
+from foundry_moe.certify.sketch import Part, sketch
 
 WIDTH, HEADS, SEQUENCES, LENGTH, VOCABULARY = 2048, 16, 4, 4096, 50304
 MOE = MoEConfig(num_experts=64, top_k=8, expert_hidden_size=1024, activation="swiglu")
@@ -73,6 +74,14 @@ def main() -> None:
         torch.cuda.synchronize()
         return begin.elapsed_time(end)
 
+    def calls(recorder: Recorder | None) -> tuple[int, int]:
+        """Kernels launched by a step, and its waits for the device; two waits are those of `step`."""
+        with torch.profiler.profile() as profiler:
+            step(recorder)
+        counts = {event.key: event.count for event in profiler.key_averages()}
+        launched = sum(count for key, count in counts.items() if re.match(r"cu(da)?LaunchKernel", key))
+        return launched, sum(count for key, count in counts.items() if re.match(r"cu.*Synchronize$", key))
+
     for _ in range(5):
         step(None)
     plain = [step(None) for _ in range(8)]
@@ -80,16 +89,19 @@ def main() -> None:
         recorder = Recorder(model, optimizer, folder)
         first = step(recorder)  # with weights and states of before
         recorded = [step(recorder) for _ in range(8)]
+        launched, waits = calls(recorder)
         recorder.close()
     plain += [step(None) for _ in range(8)]
+    own_launched, own_waits = calls(None)
     a, b = statistics.median(plain), statistics.median(recorded)
     numel = sum(parameter.numel() for parameter in model.parameters())
     print(f"{torch.cuda.get_device_name()}: {arguments.layers} layers, {numel / 1e9:.2f} billion parameters")
     print(f"plain step {a:.1f} ms; recorded {b:.1f} ms, the first {first:.1f}; ratio {b / a:.3f}")
     print(f"recorded each {EVERY}th step: {(b - a) / EVERY / a:.2%} of a step")
+    print(f"a recorded step launches {launched - own_launched} kernels more and waits {waits - own_waits} times more")
     weight = blocks[0].ffn.experts.w1_EFD.detach()
-    found = sketch(weight, (0, 0, 0), tuple(weight.shape), "w", 3).cpu()
-    exact = sketch(weight.cpu(), (0, 0, 0), tuple(weight.shape), "w", 3)
+    found = sketch([Part(weight, (0, 0, 0), tuple(weight.shape))], 3).cpu()
+    exact = sketch([Part(weight.cpu(), (0, 0, 0), tuple(weight.shape))], 3)
     off = (found - exact).abs() / exact[:, :1].sqrt()
     print(f"from fp64: squares {float(off[:, 0].max()):.1e} of a norm, projections {float(off[:, 1:].max()):.1e}")
 

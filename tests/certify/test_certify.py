@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from tests.certify.toy_trainer import FAULTS, RESUME_FAULTS
 from tests.helpers.pages import blocks
 
 RANKS = 2
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SYMPTOMS = {
     "expert gradients undivided": r"gradients of all experts at step 1 are 2 times .*the expert parallel degree",
     "dense gradients summed": r"are 2 times .*the number of ranks",
@@ -49,13 +51,29 @@ def spawn(folder: Path, runs: list[dict[str, Any]]) -> None:
     )
 
 
+def healthy_runs() -> list[dict[str, Any]]:
+    """Ten groups of four runs of the same training: named `GROUP RANKS MICROBATCHES`."""
+    draw, runs = random.Random(5), []
+    for group in range(10):
+        keys = {"dtype": DTYPES[group % len(DTYPES)], "seed": group, "steps": draw.choice([2, 3])}
+        for ranks in (1, RANKS):
+            for microbatches in draw.sample([1, 2, 4], 2):
+                runs.append({"name": f"{group} {ranks} {microbatches}", "microbatches": microbatches, **keys})
+    return runs
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`alone` on one rank, `two` on two, and one run for each fault."""
+    """`alone` on one rank, `two` on two, one run for each fault, and `healthy_runs`."""
     folder = tmp_path_factory.mktemp("records")
     toy_trainer.run(folder / "alone", steps=3)
     runs: list[dict[str, Any]] = [{"name": "two", "steps": 3, "microbatches": 2}]
     runs += [{"name": fault, "steps": 3, "microbatches": 2, "fault": fault} for fault in (*FAULTS, *RESUME_FAULTS)]
+    for healthy in healthy_runs():
+        if healthy["name"].split()[1] == "1":
+            toy_trainer.run(folder / healthy.pop("name"), **healthy)
+        else:
+            runs.append(healthy)
     spawn(folder, runs)
     return folder
 
@@ -77,21 +95,17 @@ def test_a_planted_fault_is_found_and_named(fault: str, records: Path) -> None:
     assert any(re.search(SYMPTOMS[fault], symptom) for symptom in report.symptoms), report
 
 
-def test_healthy_pairs_are_the_same_in_every_precision(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    pairs = [
-        (draw.choice([torch.float64, torch.float32]), draw.choice([1, 2, 4]), draw.choice([2, 3])) for _ in range(12)
-    ]
-    runs = []
-    for index, (dtype, microbatches, steps) in enumerate(pairs):
-        toy_trainer.run(tmp_path / f"alone {index}", dtype=dtype, microbatches=draw.choice([1, 2, 4]), steps=steps)
-        runs.append({"name": f"two {index}", "dtype": dtype, "microbatches": microbatches, "steps": steps})
-    spawn(tmp_path, runs)
-    for index in range(len(pairs)):
-        alone = read_record(tmp_path / f"alone {index}/run")
-        for part in ("run", "resumed"):
-            report = compare(alone, read_record(tmp_path / f"two {index}" / part))
-            assert report.same, (pairs[index], report)
+def test_two_hundred_healthy_pairs_are_the_same(records: Path) -> None:
+    """Pairs of records of the same training, on other ranks, in other microbatches, whole or resumed."""
+    draw, compared = random.Random(6), 0
+    for group in {run["name"].split()[0] for run in healthy_runs()}:
+        of_group = [run["name"] for run in healthy_runs() if run["name"].split()[0] == group]
+        read = [read_record(records / name / part) for name in of_group for part in ("run", "resumed")]
+        for a, b in draw.sample(list(itertools.combinations(read, 2)), 20):
+            report = compare(a, b)
+            assert report.same, (a.name, b.name, report)
+            compared += 1
+    assert compared == 200
 
 
 def test_the_command_prints_the_diagnosis_and_exits_as_others_do(records: Path, capsys: Any) -> None:

@@ -28,10 +28,11 @@ RESUME_FAULTS = (
 class Toy(nn.Module):
     """Embedding, a soft gate, experts of this rank, a head. Equal weights on any number of ranks."""
 
-    def __init__(self, rank: int, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, seed: int = 7) -> None:
         super().__init__()
         self.rank, self.ranks = rank, ranks
-        random = torch.Generator().manual_seed(7)
+        self.seed = seed
+        random = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
@@ -74,7 +75,7 @@ def train(
     """Trains on sequences that depend on the step alone."""
     rank, ranks = model.rank, model.ranks
     for step in steps:
-        seed = step + 100 * (fault == "another batch")
+        seed = step + 100 * (fault == "another batch") + 1000 * model.seed
         ids = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
         own = ids.chunk(ranks)[rank].chunk(microbatches)
         for microbatch in own:
@@ -121,10 +122,10 @@ def clip(model: Toy, fault: str) -> None:
 
 def run(
     folder: Path, *, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float64, microbatches: int = 1,
-    steps: int = 2, fault: str = "",
+    steps: int = 2, fault: str = "", seed: int = 7,
 ) -> None:  # fmt: skip
     """Records `folder/run` of some steps, and `folder/resumed`, a resumption after the last but one."""
-    model, optimizer = build(rank, ranks, dtype, fault)
+    model, optimizer = build(rank, ranks, dtype, fault, seed)
     recorder = Recorder(model, optimizer, folder / "run", box_of=box_of(model))
     states = []
     for step in range(steps):
@@ -132,7 +133,7 @@ def run(
         train(model, optimizer, recorder, range(step, step + 1), microbatches, fault)
     if steps < 2 or (fault and fault not in RESUME_FAULTS):
         return
-    again, resumed = build(rank, ranks, dtype, "")
+    again, resumed = build(rank, ranks, dtype, "", seed)
     weights, moments = states[-1]
     weights = states[-2][0] if fault == "stale weights" else weights
     if fault == "one rank's experts on all":
@@ -149,8 +150,8 @@ def run(
     train(again, resumed, recorder, range(steps - 1, steps), microbatches)
 
 
-def build(rank: int, ranks: int, dtype: torch.dtype, fault: str) -> tuple[Toy, torch.optim.AdamW]:
-    model = Toy(rank, ranks, dtype)
+def build(rank: int, ranks: int, dtype: torch.dtype, fault: str, seed: int = 7) -> tuple[Toy, torch.optim.AdamW]:
+    model = Toy(rank, ranks, dtype, seed)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-2 if fault == "another learning rate" else 1e-2)
 
 

@@ -1,5 +1,6 @@
 """Records of Accelerate's FSDP2: one process and two train a model of transformers 5 alike, and so do resumptions."""
 
+import multiprocessing
 import socket
 from pathlib import Path
 
@@ -9,17 +10,17 @@ from torch.multiprocessing import start_processes
 from foundry_moe.certify import compare, read_record
 
 pytest.importorskip("accelerate")
+from tests.integrations.fsdp2_worker import worker
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.integrations.fsdp2_worker import worker
-
     folder = tmp_path_factory.mktemp("records")
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         ports = one.getsockname()[1], other.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["tests.integrations.fsdp2_worker"])  # imports transformers once
     start_processes(worker, (folder, ports), nprocs=3, start_method="forkserver")
     return folder
 
