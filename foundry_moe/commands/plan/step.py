@@ -68,7 +68,7 @@ def _orthogonalised(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[floa
     if not step.muon:
         return 0.0, 0.0
     dense = (shape.dense - shape.outside_blocks) * shape.trained_share / mesh.dense_shard
-    experts = 0.0 if shape.adapter else shape.moe_layers * shape.trained_experts_a_layer
+    experts = 0.0 if shape.adapter else shape.moe_layers * shape.trained_experts_per_layer
     return dense, experts / (mesh.shard * mesh.expert)
 
 
