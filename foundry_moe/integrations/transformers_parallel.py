@@ -102,6 +102,7 @@ def parallelize(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     models: list[Any] = [module for module in model.modules() if hasattr(module, "_init_weights")]
     owners: dict[nn.Module, Any] = {module: owner for owner in models for module in owner.modules()}
+    mapping = _conversions(model) if weights is not None else []  # FSDP2 changes the classes that it goes by
     sharded: set[nn.Module] = set()
     for block in _blocks(model):
         if weights is None:
@@ -127,7 +128,7 @@ def parallelize(
             sharded.add(experts)
         fully_shard(block, mesh=meshes.dense, **settings)
     if weights is not None:
-        _load(model, Path(weights), device)
+        _load(model, Path(weights), mapping, device)
         _draw(model, owners, device)  # buffers that no file has
     for experts in sharded:
         if local := local_weights(experts, plan):
@@ -213,10 +214,15 @@ def _draw(block: nn.Module, owners: Mapping[nn.Module, Any], device: torch.devic
             owners[module]._init_weights(module)
 
 
-def _load(model: Any, folder: Path, device: torch.device) -> None:
-    """Reads this rank's slices of a sharded model's weights, converted as transformers converts them."""
+def _conversions(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _load(model: Any, folder: Path, mapping: list[Any], device: torch.device) -> None:
+    """Reads this rank's slices of a sharded model's weights, converted by transformers as `mapping` says."""
+    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model, rename_source_key
     from transformers.modeling_utils import LoadStateDictConfig  # type: ignore[attr-defined]
 
     index = folder / INDEX
@@ -227,7 +233,20 @@ def _load(model: Any, folder: Path, device: torch.device) -> None:
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
-        config = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
+        state, inside = model.state_dict(), tuple(f"{name}." for name, _ in named_experts(model))
+        for name in slices:
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            used = [each.operations for each in converters if pattern in each.source_patterns]
+            kinds = {type(each).__name__ for each in (used or [[]])[0]}
+            # transformers slices before it converts, which is right where experts are joined, and not in general
+            if kinds - {"MergeModulelist", "Concatenate"} or (kinds and not target.startswith(inside)):
+                raise UserError(
+                    f"weights ({folder}): {name} is converted ({', '.join(sorted(kinds))}), so it has no slices: omit "
+                    "weights, and give a model of from_pretrained"
+                )
+        config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
         found, _ = convert_and_load_state_dict_in_model(model, slices, config)
     model.tie_weights()
     unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from foundry_moe.integrations import transformers as integration
 from tests.helpers import transformers_experts as certificate
 from tests.helpers.transformers_models import tiny_model
+from tests.helpers.transformers_parallel import whole
 
 ROOT = Path(__file__).parents[2]
 # in fp64; transformers computes softmax, norms and losses, and some gates, in fp32 inside. Seen: 8e-7 and 6e-6
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "weights": 1e-4, "logits": 1e-5, "files": 1e-12}
-WHOLE = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+WHOLE = ("mixtral", "gpt_oss", "deepseek_v3")
 OF_EACH_KIND = (
     "aria", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "inkling2", "minimax_m3_vl", "muse_spark",
     "nemotron_h", "openai_privacy_filter", "qwen3_moe",
@@ -44,7 +45,7 @@ def assert_equal_to_one_process(found: dict[str, Any]) -> None:
 def test_every_family_on_two_processes(tmp_path):
     """All in one launch, since processes import for seconds."""
     arguments = ["--mesh", "1,1,2", "--small", "all", "--whole", *WHOLE, "--features", "qwen3_moe"]
-    arguments += ["--saved", *WHOLE]
+    arguments += ["--saved", "mixtral", "gpt_oss"]
     found = launch(2, tmp_path / "found.json", *arguments)
     features = found.pop("features")
     rounded = features.pop("bf16")
@@ -95,3 +96,19 @@ def test_a_width_that_shard_does_not_divide_is_named(four_ranks):
     message = r"mesh.shard \(2\) must divide the width \(23\) of model.layers.1.mlp.experts.down_proj: use 1"
     with pytest.raises(ValueError, match=message):
         integration.parallelize(model, {"expert": 2, "shard": 2})
+
+
+def test_files_without_slices_are_refused(tmp_path, four_ranks):
+    """A convolution that the files hold in three parts: transformers would cut the parts and then join them."""
+    family = next(family for family in certificate.families() if family.model == "kimi_linear")
+    with torch.device("meta"):
+        model = whole(family)
+    with pytest.raises(ValueError, match="no safetensors files: give a folder that save_pretrained wrote"):
+        integration.parallelize(model, {"expert": 2, "shard": 2}, weights=tmp_path, device="cpu")
+    whole(family).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = whole(family)
+    with pytest.raises(
+        ValueError, match=r"conv1d.weight is converted \(Concatenate\), so it has no slices: omit weights"
+    ):
+        integration.parallelize(model, {"expert": 2, "shard": 2}, weights=tmp_path, device="cpu")

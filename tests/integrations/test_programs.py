@@ -55,3 +55,43 @@ def test_twenty_steps_have_the_losses_of_eager_to_fp32_rounding(program, library
     assert ours == pytest.approx(eager, rel=1e-4)
     if program != "transformers_sft":
         assert "reloaded model is equal: True" in outputs[1]
+
+
+def losses_of_one_process(folder: Path, program: Path, steps: int) -> list[float]:
+    """Of the same model and batches in transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.tensor(list(program.read_bytes()))
+    batches = text[: len(text) // 128 * 128].view(-1, 4, 32)
+    losses = []
+    for step in range(1, steps + 1):
+        loss = model(batches[step], labels=batches[step], use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_plain_loop_continues_on_one_process_where_two_ended(tmp_path):
+    program = ROOT / "examples/transformers_parallel.py"
+    outputs = []
+    for processes, steps in ((2, 4), (1, 6)):
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(program)]
+        done = subprocess.run(
+            [sys.executable, *command, str(tmp_path), "--steps", str(steps)],
+            cwd=ROOT, capture_output=True, text=True, timeout=200,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        outputs.append(done.stdout)
+    assert "expert 2)" in outputs[0] and "expert 1)" in outputs[1]
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", "".join(outputs), re.M)]
+    # printed with six decimals; sums in another order
+    assert losses == pytest.approx(losses_of_one_process(tmp_path / "model", program, 6), abs=1e-5)
+    assert {path.name for path in (tmp_path / "trained").iterdir()} == {
+        path.name for path in (tmp_path / "model").iterdir()
+    }
