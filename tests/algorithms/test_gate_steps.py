@@ -252,6 +252,18 @@ def test_every_random_number_is_that_of_the_whole_batch(checkpointing):
         torch.testing.assert_close(b, a)
 
 
+def test_counting_a_batch_ahead_draws_no_number_of_dropout():
+    def run(scope):
+        model = Model()
+        model.body.head = nn.Sequential(nn.Dropout(0.5), model.body.head)
+        record = Record(lambda state: torch.rand(3).tolist())
+        moe = {"loss": {"balance": 0.3}, "balance_over": scope}
+        _, record = fit(moe, microbatch=2, model=model, record=record, seed=3)
+        return record.said
+
+    assert run("batch") == run("microbatch")
+
+
 BIAS = {"top_k": 2, "loss": {}, "gate": {"name": "topk", "bias_balance": True, "bias_step": 0.25}}
 
 

@@ -79,6 +79,22 @@ def test_optimizer_gets_the_new_parameters_in_the_old_ones_group():
     assert {id(p) for p in optimizer.param_groups[1]["params"]} == {id(p) for x in layers for p in x.parameters()}
 
 
+def test_an_optimizer_that_has_stepped_keeps_no_state_of_the_old_blocks_and_steps_on():
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+
+    step()
+    kept = [id(parameter) for name, parameter in model.named_parameters() if ".mlp." not in name]
+    apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
+    assert sorted(id(parameter) for parameter in optimizer.state) == sorted(kept)
+    step()
+    assert {id(parameter) for parameter in optimizer.state} == {id(parameter) for parameter in model.parameters()}
+
+
 def test_an_optimizer_that_keeps_biases_apart_is_left_no_parameter_of_the_old_blocks():
     model = llama(mlp_bias=True)
     matrices = [p for p in model.parameters() if p.dim() > 1]
