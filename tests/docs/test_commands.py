@@ -33,6 +33,7 @@ ELSEWHERE = {
     "how-to/block_sparse.md",
     "how-to/certify.md",
     "how-to/plain_pytorch.md",
+    "how-to/transformers_parallel.md",
 }
 HERE = {
     f"how-to/{name}.md" for name in ("checkpoints", "export", "lora", "mesh", "planning", "recipes", "transformers")
@@ -106,6 +107,7 @@ RUN_ELSEWHERE = {
     "torchrun --max-restarts": "chaos/test_torchrun_restarts.py::--max-restarts",
     "torchrun --nproc-per-node 4 examples/fsdp2_checkpoint.py FOLDER": "checkpoint/test_dcp.py::fsdp2_checkpoint.py",
     "torchrun --nproc-per-node 4 examples/plain_pytorch.py FOLDER STEPS": "docs/test_plain_pytorch.py::examples",
+    "torchrun --nproc-per-node 2 examples/transformers_parallel.py FOLDER": "integrations/test_programs.py::plain_loop",
     "uv pip install --override requirements/modern.txt '.[foundry]'": "docs/test_commands.py::test_installation",
 }
 GPU, CI, IMAGE = "needs a GPU", "CI runs it", "needs an image or a cluster"
