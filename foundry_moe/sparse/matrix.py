@@ -12,6 +12,8 @@ from foundry_moe_kernels.block_products import BlockIndex
 from torch import Tensor
 
 BLOCKS = (16, 32, 64, 128)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 def _split(dense_RC: Tensor, block: int) -> Tensor:
@@ -19,8 +21,19 @@ def _split(dense_RC: Tensor, block: int) -> Tensor:
     return dense_RC.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
 
 
+def _check_tensor(name: str, tensor: Tensor, *dims: str, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+    form = f"[{', '.join(dims)}]"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor {form}, not {type(tensor).__name__}")
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{name} is {list(tensor.shape)}: it must be {form}")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it must be one of {kinds}")
+
+
 def _check_block(block: int, *sizes: int) -> None:
-    if block not in BLOCKS:
+    if block not in BLOCKS or not isinstance(block, int):
         raise ValueError(f"block ({block}) must be one of {', '.join(map(str, BLOCKS))}")
     for size in sizes:
         if size % block or size == 0:
@@ -49,7 +62,10 @@ class Matrix:
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.index, BlockIndex):
+            raise ValueError(f"index must be a BlockIndex, not {type(self.index).__name__}: see Matrix.from_mask")
         index, block = self.index, self.index.block
+        _check_tensor("values", self.values, "blocks", "block", "block", dtypes=FLOATS)
         _check_block(block, *index.shape)
         shape = (index.blocks, block, block)
         if tuple(self.values.shape) != shape:
@@ -83,10 +99,13 @@ class Matrix:
             column_indices: [Z], the block column of each block, ascending in each row.
             columns: C, dense columns.
         """
-        if values.dim() != 3:
-            raise ValueError(f"values are {list(values.shape)}: they must be [blocks, block, block]")
+        _check_tensor("values", values, "blocks", "block", "block", dtypes=FLOATS)
+        _check_tensor("row_offsets", row_offsets, "block rows + 1", dtypes=INTEGERS)
+        _check_tensor("column_indices", column_indices, "blocks", dtypes=INTEGERS)
         block = values.shape[-1]
         _check_block(block, columns)
+        if len(column_indices) != len(values):
+            raise ValueError(f"column_indices has {len(column_indices)} entries for {len(values)} blocks of values")
         row_offsets, column_indices = row_offsets.int().contiguous(), column_indices.int().contiguous()
         z = torch.arange(column_indices.shape[0], device=column_indices.device)
         rows = torch.searchsorted(row_offsets[1:].long(), z, right=True, out_int32=True)
@@ -103,13 +122,16 @@ class Matrix:
             values: [Z, B, B] (default: zeros of `dtype`).
         """
         _check_block(block)
-        if mask_MN.dim() != 2:
-            raise ValueError(f"the mask is {list(mask_MN.shape)}: it must be [block rows, block columns]")
+        _check_tensor("the mask", mask_MN, "block rows", "block columns")
+        if values is not None:
+            _check_tensor("values", values, "blocks", "block", "block", dtypes=FLOATS)
         rows, columns = (mask_MN != 0).nonzero(as_tuple=True)
         if values is None:
             values = torch.zeros(len(rows), block, block, dtype=dtype, device=mask_MN.device)
         if values.shape[1:] != (block, block):
             raise ValueError(f"values are {list(values.shape)}, and block is {block}: [blocks, block, block]")
+        if len(values) != len(rows):
+            raise ValueError(f"values are {list(values.shape)}, and the mask has {len(rows)} blocks")
         return cls.from_csr(values, _offsets(rows, mask_MN.shape[0]), columns, mask_MN.shape[1] * block)
 
     @classmethod
@@ -118,9 +140,10 @@ class Matrix:
 
         Its values are a copy, through which gradients reach the dense matrix.
         """
-        if dense_RC.dim() != 2:
-            raise ValueError(f"the dense matrix is {list(dense_RC.shape)}: it must be [rows, columns]")
+        _check_tensor("the dense matrix", dense_RC, "rows", "columns", dtypes=FLOATS)
         _check_block(block, *dense_RC.shape)
+        if mask_MN is not None:
+            _check_tensor("the mask", mask_MN, "block rows", "block columns")
         blocks = _split(dense_RC, block)
         mask_MN = blocks.ne(0).any(-1).any(-1) if mask_MN is None else mask_MN != 0
         if mask_MN.shape != blocks.shape[:2]:

@@ -137,8 +137,13 @@ NOT_RUN = {  # and why; their arguments are parsed
     "python -m foundry_moe.cli plan --calibrate > h200.json": GPU,
     "python -m tests.helpers.transformers_experts": "needs transformers 5",
     "python benchmarks/block_sparse.py --parts launches": GPU,
+    "python benchmarks/block_sparse.py --parts problems": GPU,
+    "python benchmarks/block_sparse.py --parts tiles": GPU,
+    "python benchmarks/block_sparse.py --parts transposed": GPU,
     "python benchmarks/certify.py": GPU,
     "python benchmarks/layer.py": GPU,
+    "python benchmarks/matmul.py --cases XS,Small,Medium": GPU,
+    "python benchmarks/sparse_tiles.py --cases XS,Small,Medium": GPU,
     "python scripts/stk_tests.py FOLDER": "needs a copy of stk",
     "sbatch docker/slurm.sbatch": "needs Slurm",
 }

@@ -228,6 +228,11 @@ def test_second_derivatives_are_those_of_the_dense_product():
     assert error(found, second.double()) < 1e-5
 
 
+def csr(s: Matrix, **tables: torch.Tensor) -> Matrix:
+    given = {"row_offsets": s.index.row_offsets_M1, "column_indices": s.index.columns_Z, **tables}
+    return Matrix.from_csr(s.values, columns=s.shape[1], **given)
+
+
 MISTAKES = {
     "inner sizes must agree": lambda s, x: dsd(s, x[1:]),
     "inner sizes": lambda s, x: dds(x, s),
@@ -246,8 +251,20 @@ MISTAKES = {
     "sdd's topology is a Tensor": lambda s, x: sdd(x, x.mT, x),
     r"the mask is \[1, 3, 4\]": lambda s, x: Matrix.from_mask(torch.ones(1, 3, 4), block=16),
     r"the dense matrix is \[1, 112, 32\]": lambda s, x: Matrix.from_dense(x[None], block=16),
-    r"the mask is \[7, 2, 1\] for": lambda s, x: Matrix.from_dense(x, block=16, mask_MN=torch.ones(7, 2, 1)),
+    r"the mask is \[7, 2, 1\]: it must be": lambda s, x: Matrix.from_dense(x, block=16, mask_MN=torch.ones(7, 2, 1)),
     "must be one of 16, 32, 64, 128": lambda s, x: Matrix.from_dense(x, block=24),
+    r"block \(16.0\) must be one of": lambda s, x: Matrix.from_mask(torch.ones(2, 2), block=16.0),
+    r"the mask must be a tensor \[block rows, .*, not list": lambda s, x: Matrix.from_mask([[1]], block=16),
+    "the dense matrix must be a tensor": lambda s, x: Matrix.from_dense([[1.0]], block=16),
+    "the mask must be a tensor .*, not str": lambda s, x: Matrix.from_dense(x, block=16, mask_MN="all"),
+    "values must be a tensor": lambda s, x: Matrix([1], s.index),
+    "index must be a BlockIndex, not NoneType": lambda s, x: Matrix(s.values, None),
+    "values is int32: it must be one of float64": lambda s, x: s.with_values(s.values.int()),
+    "values is complex64": lambda s, x: s.with_values(s.values.to(torch.complex64)),
+    r"row_offsets is \[1, \d+\]: it must be": lambda s, x: csr(s, row_offsets=s.index.row_offsets_M1[None]),
+    "row_offsets is float32": lambda s, x: csr(s, row_offsets=s.index.row_offsets_M1.float()),
+    r"column_indices has \d+ entries for": lambda s, x: csr(s, column_indices=s.index.columns_Z[1:]),
+    r"and the mask has \d+ blocks": lambda s, x: Matrix.from_mask(masks()["random"], s.values[1:], block=16),
     "must divide the matrix's size": lambda s, x: Matrix.from_dense(x, block=64),
     "the mask is": lambda s, x: Matrix.from_dense(x[:, :32], block=16, mask_MN=torch.ones(3, 2, device=DEVICE)),
     r"not \[\d+, 16, 16\]": lambda s, x: s.with_values(s.values[1:]),
