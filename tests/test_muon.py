@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foundry_moe import Muon
 from foundry_moe.algorithms.parameter_rules import apply_rules
 from foundry_moe.optim import DecoupledAdamWFused, muon
-from foundry_moe.optim.matrices import find_matrices
+from foundry_moe.optim.matrices import Part, find_matrices
 from foundry_moe.schema import UserError
 from tests.helpers.small_training import CASES, LORA, Case, build_model
 
@@ -164,5 +164,42 @@ def test_a_model_is_needed() -> None:
         Muon(model.parameters()).step()
     with pytest.raises(UserError, match="not one of its model"):
         Muon([nn.Parameter(torch.ones(2, 2))], model=model).step()
-    with pytest.raises(UserError, match="dtype"):
-        Muon(model.parameters(), dtype="half a float")
+    for dtype in ("half a float", "float16", "int64", "bool"):
+        with pytest.raises(UserError, match=rf"muon.dtype \({dtype}\) must be bfloat16, float32 or float64"):
+            Muon(model.parameters(), dtype=dtype)
+
+
+class WithPositions(nn.Module):
+    """A model of transformers whose table of positions is larger than its vocabulary, and as large as `up`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.embed = nn.Embedding(64, 8), nn.Embedding(32, 8)
+        self.conv, self.up = nn.Conv1d(8, 8, 4), nn.Linear(8, 64)
+        self.lm_head = nn.Linear(8, 32)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def test_the_head_is_the_models_own_and_convolutions_are_not_matrices() -> None:
+    model = WithPositions()
+    found = find_matrices(nn.Sequential(model))
+    assert {name for name, parameter in model.named_parameters() if found[parameter] is not None} == {"up.weight"}
+
+
+def test_which_rank_computes_a_matrix_does_not_depend_on_batches_of_other_ranks() -> None:
+    """Ranks that hold experts of different widths have different numbers of their batches."""
+
+    def turns(widths: list[int]) -> list[int]:
+        matrices = [matrix("all", 8), *(matrix("experts", width) for width in widths), matrix("all", 4)]
+        return [turn for turn, batch in muon._batches(matrices) if batch[0].part.group == "all"]
+
+    def matrix(group: Any, columns: int) -> muon._Matrix:
+        part = Part(
+            stack=slice(0, 1), across=1, block=slice(None), turned=False, heights=(2, 2), columns=columns, group=group
+        )
+        rows = torch.zeros(1, 2, columns)
+        return muon._Matrix(part=part, weight=rows, grad=rows, momentum=rows)
+
+    assert turns([8, 8]) == turns([4, 12]) == [0, 1]

@@ -67,17 +67,22 @@ class Part:
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, Matrices | None]:
     """All parameters of a model; None for those that are no hidden matrices.
 
-    These are vectors, biases, embeddings, the head (a matrix as large as the largest embedding), the gates of experts,
-    and low-rank adapters.
+    These are vectors, biases, convolutions, embeddings, the head (of `get_output_embeddings`; without one, matrices as
+    large as the largest embedding), the gates of experts, and low-rank adapters.
     """
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    vocabulary = max((weight.shape for weight in embeddings), default=None)
+    heads: set[nn.Parameter] = set()
+    module: Any
+    for module in model.modules():
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        heads.update(() if head is None else head.parameters())
+    embeddings = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = None if heads else max(embeddings, default=None)
     found: dict[nn.Parameter, Matrices | None] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             shape = parameter.shape
-            hidden = len(shape) in (2, 3) and min(shape[-2:]) > 1 and shape != vocabulary and not _OTHERS.search(name)
-            if hidden and not isinstance(module, nn.Embedding):
+            hidden = len(shape) in (2, 3) and min(shape[-2:]) > 1 and shape != vocabulary and parameter not in heads
+            if hidden and not _OTHERS.search(name) and not isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
                 found.setdefault(parameter, _matrices_of(name, module))
             else:
                 found[parameter] = None
@@ -122,7 +127,11 @@ def parts_of(parameter: Tensor, matrices: Matrices, most: int) -> list[Part]:
         length = len(range(start, stop, step))
         if cut == across:
             if step != 1:
-                raise UserError("muon: rows of gate and up alternate, so FSDP2 must shard these experts by dimension 0")
+                raise UserError(
+                    "muon: gate and up alternate along the dimension that FSDP2 shards: shard these experts along "
+                    "dimension 0 or not at all (with parallelize: mesh.shard 1, or mesh.expert 1 and a mesh.shard that "
+                    "divides num_experts)"
+                )
             heights = tuple(max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds))
             start = max(start, bounds[rank]) - bounds[rank]
             block = slice(start, start + heights[rank])

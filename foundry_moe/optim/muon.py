@@ -9,6 +9,7 @@ Shapes: N matrices, R rows and C columns of one, r rows of it on this rank.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from foundry_moe.schema import UserError
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; Jordan 2024, "Newton-Schulz"
 NORM_EPS = 1e-7  # as in torch.optim.Muon
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
+DTYPES = ("bfloat16", "float32", "float64")
 TOGETHER = 2**27  # numbers in the matrices that are orthogonalised at once: 256 MiB in bf16
 
 
@@ -93,7 +95,7 @@ class Muon(FusedAdamW):
         *,
         model: nn.Module | None = None,
     ) -> None:
-        if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        if dtype not in DTYPES:
             raise UserError(f"muon.dtype ({dtype}) must be bfloat16, float32 or float64")
         if not 0 <= momentum < 1:
             raise UserError(f"muon.momentum ({momentum}) must be 0 or more and below 1")
@@ -124,7 +126,7 @@ class Muon(FusedAdamW):
         adamw = {"params": others, "lr": first * factor, "initial_lr": first, "amsgrad": False}
         super()._update(index, {**group, **adamw})
         running: list[Iterator[None]] = []
-        for turn, batch in enumerate([*_batches(matrices), [], []]):
+        for turn, batch in [*_batches(matrices), (0, []), (0, [])]:
             running.append(_update_batch(batch, group, factor, self.gradient_factor, turn))
             for update in reversed(running):  # one starts its messages, the one before computes, the third ends
                 next(update, None)
@@ -157,9 +159,13 @@ class Muon(FusedAdamW):
         ]
 
 
-def _batches(matrices: list[_Matrix]) -> list[list[_Matrix]]:
-    """Equal matrices of the same ranks together, up to `TOGETHER` numbers; the same batches on all of these ranks."""
-    batches: list[list[_Matrix]] = []
+def _batches(matrices: list[_Matrix]) -> list[tuple[int, list[_Matrix]]]:
+    """Equal matrices of the same ranks together, up to `TOGETHER` numbers; the same batches on all of these ranks.
+
+    Each has its index among the batches of these ranks: a rank's batches of other groups do not count.
+    """
+    batches: list[tuple[int, list[_Matrix]]] = []
+    turns: Counter[Any] = Counter()
     open_batches: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         part = matrix.part
@@ -167,7 +173,8 @@ def _batches(matrices: list[_Matrix]) -> list[list[_Matrix]]:
         batch = open_batches.get(key)
         if batch is None or sum(other.part.numel for other in batch) + part.numel > TOGETHER:
             batch = open_batches[key] = []
-            batches.append(batch)
+            batches.append((turns[part.group], batch))
+            turns[part.group] += 1
         batch.append(matrix)
     return batches
 
@@ -180,7 +187,7 @@ def _update_batch(
 
     Args:
         schedule: lr / initial lr.
-        turn: which ranks get a matrix more than others.
+        turn: which ranks get a matrix more than others; equal on all ranks of the batch.
     """
     if not batch:
         return
