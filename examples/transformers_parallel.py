@@ -29,12 +29,14 @@ parser.add_argument("--sequences", type=int, default=4, help="of a batch, over a
 parser.add_argument("--length", type=int, default=32)
 parser.add_argument("--bf16", action="store_true", help="compute in bf16; weights and gradients stay in fp32")
 args = parser.parse_args()
+if args.sequences % (ranks := int(os.environ.get("WORLD_SIZE", 1))):
+    parser.error(f"--sequences ({args.sequences}) must be a multiple of the number of processes ({ranks})")
 
 gpus = torch.cuda.is_available()
 if gpus:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if gpus else "gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
 device = torch.device("cuda" if gpus else "cpu")
 
 weights = args.folder / "model"

@@ -331,12 +331,17 @@ def _start_file(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Pa
 
 def _balance_over_all_ranks(model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     """Replaces the load-balancing loss of this rank's tokens in the model's loss by this rank's share of all ranks'."""
+    if isinstance(output, tuple):
+        raise UserError("aux_loss='all' needs the outputs' names: call the model without return_dict=False")
     logits = getattr(output, "router_logits", None)
     if getattr(output, "aux_loss", None) is None or not logits or getattr(output, "loss", None) is None:
         return
+    if any(arg is not None for arg in args[1:2]):
+        raise UserError("aux_loss='all' needs the mask by name: call model(input_ids, attention_mask=mask)")
     config = model.config.get_text_config()
     top_k, weight = (
-        getattr(model, name, None) or getattr(config, name) for name in ("num_experts_per_tok", "router_aux_loss_coef")
+        getattr(config, name) if getattr(model, name, None) is None else getattr(model, name)
+        for name in ("num_experts_per_tok", "router_aux_loss_coef")
     )
     shared = _balance(logits, top_k, kwargs.get("attention_mask"))
     output.loss = output.loss + weight * (shared - output.aux_loss).to(output.loss)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from foundry_moe.integrations import transformers as integration
+from foundry_moe.integrations.transformers_parallel import _balance_over_all_ranks
+from foundry_moe.optim.muon import Muon
+from foundry_moe.schema import UserError
 from tests.helpers import transformers_experts as certificate
 from tests.helpers.transformers_models import tiny_model
 from tests.helpers.transformers_parallel import whole
@@ -96,6 +100,46 @@ def test_a_width_that_shard_does_not_divide_is_named(four_ranks):
     message = r"mesh.shard \(2\) must divide the width \(23\) of model.layers.1.mlp.experts.down_proj: use 1"
     with pytest.raises(ValueError, match=message):
         integration.parallelize(model, {"expert": 2, "shard": 2})
+
+
+def test_muon_names_meshes_on_which_rows_that_alternate_are_whole(four_ranks):
+    def step(**mesh):
+        model = tiny_model("gpt_oss")
+        integration.parallelize(model, mesh, device="cpu")
+        parameters = [model.model.layers[0].mlp.experts.gate_up_proj]
+        parameters[0].grad = torch.ones_like(parameters[0])
+        Muon(parameters, model=model).step()
+
+    with pytest.raises(UserError, match=r"with parallelize: mesh.shard 1, or mesh.expert 1 and a mesh.shard that div"):
+        step(expert=2, shard=2)
+    step(expert=2, shard=1, replicate=2)
+    step(expert=1, shard=2, replicate=2)
+
+
+@pytest.fixture
+def with_aux_loss():
+    """A model with its outputs, of which a hook changes the load-balancing loss."""
+    text = SimpleNamespace(num_experts_per_tok=2, router_aux_loss_coef=0.5)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), router_aux_loss_coef=0.0)
+    output = SimpleNamespace(
+        loss=torch.tensor(1.0), aux_loss=torch.tensor(7.0), router_logits=(torch.randn(6, 4), torch.randn(6, 4))
+    )
+    return model, output
+
+
+def test_a_coefficient_of_zero_is_the_models(with_aux_loss, four_ranks):
+    model, output = with_aux_loss
+    _balance_over_all_ranks(model, (torch.ones(2, 3),), {"attention_mask": torch.ones(2, 3)}, output)
+    assert output.loss == 1 and output.aux_loss != 7
+
+
+def test_calls_that_hide_the_mask_or_the_loss_are_refused(with_aux_loss, four_ranks):
+    model, output = with_aux_loss
+    ids = torch.ones(2, 3)
+    with pytest.raises(UserError, match="needs the mask by name"):
+        _balance_over_all_ranks(model, (ids, torch.ones(2, 3)), {}, output)
+    with pytest.raises(UserError, match="call the model without return_dict=False"):
+        _balance_over_all_ranks(model, (ids,), {"return_dict": False}, (output.loss, output.aux_loss))
 
 
 def test_files_without_slices_are_refused(tmp_path, four_ranks):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -55,6 +56,14 @@ def test_twenty_steps_have_the_losses_of_eager_to_fp32_rounding(program, library
     assert ours == pytest.approx(eager, rel=1e-4)
     if program != "transformers_sft":
         assert "reloaded model is equal: True" in outputs[1]
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(sys, "argv", ["transformers_parallel.py", "folder"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples/transformers_parallel.py"))
+    assert "--sequences (4) must be a multiple of the number of processes (3)" in capsys.readouterr().err
 
 
 def losses_of_one_process(folder: Path, program: Path, steps: int) -> list[float]:
