@@ -128,7 +128,7 @@ def compare_checkpoint(
 
     Args:
         step: after which it was saved; None: the record's last.
-        tolerance: as of `compare`.
+        tolerance: relative; None: 1e-9 if all weights have the record's types, else as of `compare`.
 
     Raises:
         UserError: the record has no such step, or the checkpoint no parameter of the record.

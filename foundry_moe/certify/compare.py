@@ -18,9 +18,10 @@ from foundry_moe.schema import UserError
 # Sums in another order: measured up to 3e-15 in fp64, 1e-6 in fp32, a few units of rounding in 16 bits.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 _EPSILON = {"float64": 2e-16, "float32": 1e-7, "bfloat16": 8e-3, "float16": 1e-3}
-REPLICAS = 1e-9  # replicas compute the same sketch from the same bits
+SAME_BITS = 1e-9  # of sketches of equal bits, in replicas, a checkpoint, or a resumption: fp64 sums in another order
 _GATE = re.compile(r"(^|[._])(gate|router|wg)([._](weight|bias|\w*_ED?)|$)")
 _DOUBLINGS = 10  # of the tolerance, one for each later step: rounding grows with training
+_MOST = 0.25  # a zero or doubled gradient differs by 0.5 or more, rounding in bf16 by 0.06 after 14 steps of the tests
 
 
 class Unit(NamedTuple):
@@ -44,18 +45,22 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Units of one kind that differ at one step, the largest difference first."""
+    """Units of one kind that differ at one step by more than `tolerance`, the largest difference first."""
 
     step: int
     kind: str
     units: tuple[Unit, ...]
+    tolerance: float
     largest: float
     compared: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """first: what differs first. symptoms: sentences. steps: compared. notes: facts that change no verdict."""
+    """first: what differs first. symptoms: sentences. steps: compared. notes: facts that change no verdict.
+
+    tolerance: of the first step; of the start if that alone is compared.
+    """
 
     first: Difference | None
     symptoms: tuple[str, ...]
@@ -75,7 +80,8 @@ def compare(
     """Compares B with A, the reference.
 
     Args:
-        tolerance: relative, of the first step; None: of the least precise type of a parameter.
+        tolerance: relative, of the first step; None: of the least precise type of a parameter, and 1e-9 at the start
+            where B has the same bits: a checkpoint in A's types, or a resumption of A.
         rename: from a name in B to that in A.
 
     Raises:
@@ -87,7 +93,7 @@ def compare(
         raise UserError(f"{a.name} and {b.name} have no parameter of the same name and shape: see --names")
     dtypes = {record.dtypes[name] for record in (a, b) for name in names}
     limit = tolerance or max(TOLERANCE.get(dtype, TOLERANCE["bfloat16"]) for dtype in dtypes)
-    judge = _Judge(a, b, names, limit, floor_of(dtypes, limit))
+    judge = _Judge(a, b, names, limit, floor_of(dtypes, limit), exact=tolerance is None)
     symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained()]
     first = judge.run()
     if first is not None:
@@ -101,9 +107,9 @@ def compare(
         first=first,
         symptoms=tuple(dict.fromkeys(symptoms)),
         steps=steps,
-        tolerance=limit,
+        tolerance=limit if b.steps else judge.start_limit,
         largest=judge.largest,
-        notes=tuple(judge.notes),
+        notes=(*judge.notes, *judge.left_out()),
     )
 
 
@@ -136,7 +142,7 @@ def _other_parameters(a: Record, b: Record) -> Iterator[str]:
 def _replicas(record: Record) -> Iterator[str]:
     for step in (record.begin, *record.steps):
         for kind, quantity in step.kinds.items():
-            apart = [name for name, off in quantity.apart.items() if not off <= REPLICAS]
+            apart = [name for name, off in quantity.apart.items() if not off <= SAME_BITS]
             if apart and (kind == "weight" or kind.startswith("state ")):
                 when = "before the first step" if step is record.begin else f"after step {step.number}"
                 yield f"{record.name}: {kind} of {_listed(apart)} differs between replicas {when}"
@@ -193,11 +199,14 @@ def _off(pair: Pair, least: float) -> float:
 class _Judge:
     """The comparison of two records, with its findings so far."""
 
-    def __init__(self, a: Record, b: Record, names: Sequence[str], limit: float, floor: float) -> None:
+    def __init__(self, a: Record, b: Record, names: Sequence[str], limit: float, floor: float, *, exact: bool) -> None:
         self.a, self.b, self.names, self.limit, self.floor = a, b, names, limit, floor
         self.largest = 0.0
         self.notes: list[str] = []
-        self._rounding: set[Unit] = set()  # units whose gradients are nothing but rounding
+        self._rounding: set[Unit] = set()  # units whose gradients at this step are nothing but rounding
+        self._left_out: dict[Unit, None] = {}  # those of all steps
+        same_bits = exact and all(a.dtypes[name] == b.dtypes[name] for name in names) and self._continues()
+        self.start_limit, self.start_floor = (SAME_BITS, 0.0) if same_bits else (limit, floor)
         self._divided = {name: max(a.divisions(name), b.divisions(name)) for name in names}
 
     def pairs_of_steps(self) -> list[tuple[Step, Step]]:
@@ -216,16 +225,15 @@ class _Judge:
         start = self.state_of(self.a, self.b.begin.number)
         if start is not None:
             for kind in self._kinds(start, self.b.begin):
-                # a resumption continues with the numbers that were saved, whatever was computed since
-                found = self._difference(start, self.b.begin, kind, self.limit, resumed=start is not self.a.begin)
+                found = self._difference(start, self.b.begin, kind, self.start_limit, self.start_floor)
                 if found is not None:
                     return found
         for index, (ours, theirs) in enumerate(self.pairs_of_steps()):
-            limit = self.limit * 2 ** min(index, _DOUBLINGS)
+            limit = min(self.limit * 2 ** min(index, _DOUBLINGS), max(self.limit, _MOST))
             self._note_rounding(ours)
             for kind in ("unclipped", "gradient", *self._kinds(ours, theirs)):
                 if kind in ours.kinds and kind in theirs.kinds:
-                    found = self._difference(ours, theirs, kind, limit)
+                    found = self._difference(ours, theirs, kind, limit, self.floor)
                     if found is not None:
                         return found
             self._note_loss(ours, theirs, limit)
@@ -239,24 +247,41 @@ class _Judge:
     def _pairs(self, ours: Step, theirs: Step, kind: str) -> list[Pair]:
         return pairs_of(ours, theirs, kind, {name: self.a.shapes[name] for name in self.names})
 
-    def _difference(
-        self, ours: Step, theirs: Step, kind: str, limit: float, *, resumed: bool = False
-    ) -> Difference | None:
-        pairs = [p for p in self._pairs(ours, theirs, kind) if resumed or p.unit not in self._rounding]
-        off = relative_differences(pairs, self.floor)
+    def _continues(self) -> bool:
+        """Whether B begins with bits that A had: a checkpoint, or a resumption of A.
+
+        A resumption has all optimizer states of some steps of A, whatever its weights; without states, all weights.
+        """
+        kinds = [kind for kind in self.b.begin.kinds if kind.startswith("state ")] or ["weight"]
+        steps = (self.a.begin, *self.a.steps)
+        return not self.b.steps or all(any(self._agree(step, kind, SAME_BITS, 0.0) for step in steps) for kind in kinds)
+
+    def _difference(self, ours: Step, theirs: Step, kind: str, limit: float, floor: float) -> Difference | None:
+        pairs = [p for p in self._pairs(ours, theirs, kind) if p.unit not in self._rounding]
+        off = relative_differences(pairs, floor)
         wrong = sorted((unit for unit in off if not off[unit] <= limit), key=lambda unit: -off[unit])
         self.largest = max([self.largest, *(value for value in off.values() if value <= limit)])
         if not wrong:
             return None
-        return Difference(step=theirs.number, kind=kind, units=tuple(wrong), largest=off[wrong[0]], compared=len(pairs))
+        return Difference(
+            step=theirs.number,
+            kind=kind,
+            units=tuple(wrong),
+            tolerance=limit,
+            largest=off[wrong[0]],
+            compared=len(pairs),
+        )
 
     def _note_rounding(self, ours: Step) -> None:
-        if "gradient" not in ours.kinds:
-            return
         pairs = self._pairs(ours, ours, "gradient")
         sizes = {p.unit: _norm(p.a) / math.sqrt(max(p.numel, 1)) for p in pairs}
         largest = max(sizes.values(), default=0.0)
-        self._rounding |= {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}
+        self._rounding = {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}
+        self._left_out |= dict.fromkeys(self._rounding)
+
+    def left_out(self) -> Iterator[str]:
+        if found := sorted(self._left_out):
+            yield f"not compared at steps where their gradients are of rounding size: {_listed(found)}"
 
     def _note_loss(self, ours: Step, theirs: Step, limit: float) -> None:
         a, b = ours.mean_loss, theirs.mean_loss
@@ -350,12 +375,14 @@ class _Judge:
 
     def _stale(self, first: Difference) -> int | None:
         for step in (self.a.begin, *self.a.steps):
-            if step.number != first.step and first.kind in step.kinds and self._agree(step, first.kind):
+            if step.number != first.step and self._agree(step, first.kind, self.start_limit, self.start_floor):
                 return step.number
         return None
 
-    def _agree(self, step: Step, kind: str) -> bool:
-        return self._difference(step, self.b.begin, kind, self.limit, resumed=True) is None
+    def _agree(self, step: Step, kind: str, limit: float, floor: float) -> bool:
+        """Whether B begins with what A had after this step."""
+        off = relative_differences(self._pairs(step, self.b.begin, kind), floor) if kind in step.kinds else {}
+        return max(off.values(), default=math.inf) <= limit
 
     def _of_gradients(
         self, first: Difference, ours: Step, theirs: Step, wrong: Sequence[Pair], where: str

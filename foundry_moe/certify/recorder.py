@@ -50,7 +50,8 @@ class Recorder:
             the tensor of this rank to its box in the whole; None = the tensor is whole on every rank.
 
     Raises:
-        ValueError: a folder that has a record; parameters flattened by FSDP1.
+        ValueError: on every rank: a folder that has a record or is not writable; boxes that are not the whole;
+            parameters flattened by FSDP1.
     """
 
     def __init__(
@@ -88,7 +89,14 @@ class Recorder:
         }
         everyone = self._gather_objects(held)
         self._rows = [sum(units_of(tuple(part.size)) for part in of_rank.values()) for of_rank in everyone]
-        self._writer = RecordWriter(Path(folder), everyone, projections) if self._is_first else None
+        self._writer, refused = None, ""
+        if self._is_first:
+            try:
+                self._writer = RecordWriter(Path(folder), everyone, projections)
+            except (OSError, UserError) as error:
+                refused = str(error)
+        if refused := self._gather_objects(refused)[0]:  # on all ranks, else the others wait for rank 0
+            raise UserError(refused)
         if self._writer is not None:
             weakref.finalize(self, self._writer.flush)
         self._hooks = [

@@ -21,6 +21,7 @@ from torch import Tensor
 
 STACK = 3  # dimensions from which on the first one is a stack's
 SAMPLES = 2**16  # 3% of a matrix of 2048 x 1024
+_SAMPLED_AT_ONCE = 256 * SAMPLES  # elements that are copied for one product, at 16 bytes or less
 
 
 class Part(NamedTuple):
@@ -64,11 +65,20 @@ def sketch(parts: Sequence[Part], projections: int) -> Tensor:
             squares[i] = of_tensor
     for (_, size, begin, shape), indices in by_place.items():
         index_M, numbers_MP = _draw(size, begin, shape, projections, zero.device)
-        sampled = [flat[i] if index_M is None else flat[i].index_select(1, index_M) for i in indices]
-        products = (torch.cat(sampled).double() @ numbers_MP).split(counts[indices[0]])
-        for i, of_tensor in zip(indices, products, strict=True):
+        units = max(1, _SAMPLED_AT_ONCE // max(1, len(numbers_MP)))
+        pieces = [piece for i in indices for piece in flat[i].split(units)]
+        at_once = max(1, units // counts[indices[0]])  # one, if a tensor has more than one piece
+        products = [
+            _project(pieces[first : first + at_once], index_M, numbers_MP) for first in range(0, len(pieces), at_once)
+        ]
+        for i, of_tensor in zip(indices, torch.cat(products).split(counts[indices[0]]), strict=True):
             projected[i] = of_tensor
     return torch.cat([torch.cat(squares)[:, None], torch.cat(projected)], dim=1)
+
+
+def _project(pieces: Sequence[Tensor], index_M: Tensor | None, numbers_MP: Tensor) -> Tensor:
+    sampled = pieces if index_M is None else [piece.index_select(1, index_M) for piece in pieces]
+    return torch.cat(list(sampled)).double() @ numbers_MP
 
 
 @functools.lru_cache(maxsize=512)

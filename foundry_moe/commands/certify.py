@@ -80,7 +80,7 @@ def _as_text(report: Report) -> str:
         more = f" and {len(first.units) - SHOWN} more" if len(first.units) > SHOWN else ""
         lines.append(
             f"first difference: step {first.step}, {first.kind}: {len(first.units)} of {first.compared} tensors, up to "
-            f"{first.largest:.1e} (tolerance {report.tolerance:.0e}): {shown}{more}"
+            f"{first.largest:.1e} (tolerance {first.tolerance:.0e}): {shown}{more}"
         )
     lines += [f"note: {note}" for note in report.notes]
     steps = f"{len(report.steps)} steps compared" if report.steps else "weights and states at the start compared"

@@ -16,7 +16,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from foundry_moe import Writer
-from foundry_moe.certify import Recorder, compare_checkpoint, read_record, stored_by_dcp
+from foundry_moe.certify import (
+    Recorder,
+    compare,
+    compare_checkpoint,
+    read_record,
+    stored_by_dcp,
+    stored_in_safetensors,
+)
 from foundry_moe.cli import main
 
 pytestmark = pytest.mark.quick
@@ -142,6 +149,43 @@ def test_a_planted_fault_is_found_and_named(
         text += f"\nfirst difference: step {first.step}, {first.kind}: {len(first.units)} of {first.compared} tensors, "
         text += f": {', '.join(map(str, first.units))}"
     assert re.search(symptom, text), text
+
+
+@pytest.mark.parametrize("dtype, lr", [(torch.float32, 1e-6), (torch.bfloat16, 1e-4)])
+def test_weights_that_are_stale_by_less_than_rounding_are_found(dtype: torch.dtype, lr: float, tmp_path: Path) -> None:
+    """In a checkpoint, and in a resumption that has the right moments; the right weights are the same."""
+    torch.manual_seed(3)
+    model = Experts().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    recorder = Recorder(model, optimizer, tmp_path / "record")
+    states: list[State] = []
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(6, 4, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(copied({"model": model.state_dict(), "optim": optimizer.state_dict()}))
+
+    train(2)
+    random = torch.get_rng_state()
+    train(1)
+    recorder.close()
+    record = read_record(tmp_path / "record")
+    said = "the weights {} are those of step 1, not of step 2"
+    for step, symptoms in ((2, ()), (1, (said,))):
+        weights = states[step - 1]["model"]
+        save_file(weights, tmp_path / "model.safetensors")
+        stored = stored_in_safetensors([tmp_path / "model.safetensors"], "file")
+        assert compare_checkpoint(record, stored, 2).symptoms == tuple(s.format("in the checkpoint") for s in symptoms)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copied(states[1]["optim"]))
+        recorder = Recorder(model, optimizer, tmp_path / f"resumed {step}")
+        torch.set_rng_state(random)
+        train(1)
+        recorder.close()
+        report = compare(record, read_record(tmp_path / f"resumed {step}"))
+        assert report.symptoms == tuple(s.format("at the start") for s in symptoms) and report.same == (not symptoms)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundry_moe.certify import Recorder, compare, read_record, sketch
+from foundry_moe.certify import Record, Recorder, compare, read_record, sketch
 from foundry_moe.certify.sketch import SAMPLES, Part
 from foundry_moe.schema import plain_name
 
@@ -46,6 +49,48 @@ def test_tensors_of_one_call_have_the_sketches_of_single_calls() -> None:
     together = sketch.sketch(parts, 2)
     assert torch.equal(together, torch.cat([sketch.sketch([part], 2) for part in parts]))
     assert together[0, 1:].abs().min() > 0 and not torch.equal(together[0, 1:], together[1, 1:])
+
+
+@pytest.mark.parametrize("samples, kind", [(100, (2, 7, 5)), (100, (9, 7, 5)), (100, (7, 50)), (7, (4,))])
+def test_a_call_copies_a_bounded_number_of_elements(
+    samples: int, kind: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [Part(torch.randn(kind), (0,) * len(kind), kind) for _ in range(8)]
+    expected = torch.cat([sketch.sketch([part], 2) for part in parts])
+    copied: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default:
+                copied.append(found.numel())
+            return found
+
+    monkeypatch.setattr(sketch, "_SAMPLED_AT_ONCE", samples, raising=False)
+    with Copies():
+        found = sketch.sketch(parts, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    of_unit = math.prod(kind[1:] if len(kind) > 2 else kind)
+    of_a_call = max(samples, of_unit)  # a unit is not divided
+    assert max(copied) <= of_a_call and max(copied) > of_a_call - of_unit
+
+
+def test_a_tensor_is_left_out_only_at_steps_whose_gradient_is_rounding(tmp_path: Path) -> None:
+    def run(name: str, factor: float) -> Record:
+        model = nn.ParameterDict({"large": torch.ones(5), "small_at_first": torch.ones(5)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        recorder = Recorder(model, optimizer, tmp_path / name)
+        for size in (1e-9, factor):
+            model["large"].grad, model["small_at_first"].grad = torch.ones(5), torch.full((5,), size)
+            optimizer.step()
+        recorder.close()
+        return read_record(tmp_path / name)
+
+    one = run("one", 1.0)
+    note = "not compared at steps where their gradients are of rounding size: small_at_first"
+    same, differs = compare(one, run("same", 1.0)), compare(one, run("differs", 2.0))
+    assert same.same and same.notes == (note,)
+    assert differs.first is not None and (differs.first.step, differs.first.kind) == (2, "gradient")
 
 
 def trained(folder: Path, *, closure: bool, prefix: str = "", scale: float = 1.0) -> None:

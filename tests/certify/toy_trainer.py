@@ -122,15 +122,18 @@ def clip(model: Toy, fault: str) -> None:
 
 def run(
     folder: Path, *, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float64, microbatches: int = 1,
-    steps: int = 2, fault: str = "", seed: int = 7,
+    steps: int = 2, fault: str = "", fault_since: int = 0, seed: int = 7,
 ) -> None:  # fmt: skip
-    """Records `folder/run` of some steps, and `folder/resumed`, a resumption after the last but one."""
+    """Records `folder/run` of some steps, and `folder/resumed`, a resumption after the last but one.
+
+    fault_since: steps that are done without the fault.
+    """
     model, optimizer = build(rank, ranks, dtype, fault, seed)
     recorder = Recorder(model, optimizer, folder / "run", box_of=box_of(model))
     states = []
     for step in range(steps):
         states.append((copy_of(model.state_dict()), copy_of(optimizer.state_dict())))
-        train(model, optimizer, recorder, range(step, step + 1), microbatches, fault)
+        train(model, optimizer, recorder, range(step, step + 1), microbatches, fault if step >= fault_since else "")
     if steps < 2 or (fault and fault not in RESUME_FAULTS):
         return
     again, resumed = build(rank, ranks, dtype, "", seed)
@@ -161,10 +164,22 @@ def copy_of(state: dict) -> dict:
     return state.clone() if isinstance(state, Tensor) else state
 
 
+def record_wrongly(folder: Path, rank: int, ranks: int) -> None:
+    """Writes what each rank is told about a folder with a record, and about boxes that are not the whole."""
+    model, optimizer = build(rank, ranks, torch.float64, "")
+    wrong = Box((EXPERTS + 1, WIDTH, WIDTH), (model.rank * len(model.experts), 0, 0))
+    for name, box in (("two/run", box_of(model)), ("wrong", lambda name, _: wrong if name == "experts" else None)):
+        try:
+            Recorder(model, optimizer, folder / name, box_of=box)
+        except ValueError as error:
+            (folder / f"refused {Path(name).name} {rank}").write_text(str(error))
+
+
 def worker(rank: int, ranks: int, port: int, folder: str, runs: list[dict]) -> None:
     """Does runs one after another in a group of processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     for keys in runs:
         run(Path(folder, keys.pop("name")), rank=rank, ranks=ranks, **keys)
+    record_wrongly(Path(folder), rank, ranks)
     dist.destroy_process_group()
