@@ -30,7 +30,7 @@ _SAME_AS_LOSS = ("LanguagePerplexity", "TokenAccuracy")
 class RunReport(Callback):
     """Prints a line after the first batch and every `interval`, and at the end losses, checkpoint and a text sample.
 
-    The line shows batch, loss, tokens per second of all ranks, MFU (of `dmoe_causal_lm` on a GPU), the time left (ETA),
+    The line shows batch, loss, tokens per second of all ranks, MFU (on a GPU), the time left (ETA),
     and, with the callback `expert_load`, the largest share of a layer's tokens that one expert has and the share of
     choices that were dropped. Rate and ETA do not include evaluation. Each evaluation has lines of its own.
 

@@ -72,11 +72,13 @@ class _Console(logging.Handler):
 def set_console(run: DictConfig) -> None:
     """Fills in keys of the console that the run leaves out, and shows this package's log records of level INFO.
 
-    `progress_bar`: on a terminal. `log_to_console`: where neither the bar nor `run_report` shows progress, not always
-    as in LLM Foundry. `python_log_level`: WARNING, where LLM Foundry's default is DEBUG.
+    `progress_bar`: on a terminal. `callbacks.run_report`, a line per interval: where there is no bar. `log_to_console`:
+    false, where LLM Foundry prints a line per metric and batch. `python_log_level`: WARNING, where it has DEBUG.
     """
     run.setdefault("progress_bar", sys.stderr.isatty() and not run.get("log_to_console"))
-    run.setdefault("log_to_console", not run["progress_bar"] and "run_report" not in (run.get("callbacks") or {}))
+    run.setdefault("log_to_console", False)
+    if not run["progress_bar"] and not run["log_to_console"]:
+        run.callbacks = {"run_report": {}, **(run.get("callbacks") or {})}
     if run["progress_bar"] and sys.stderr.isatty():
         _set_size(sys.stderr.fileno())
     run.setdefault("python_log_level", "WARNING")

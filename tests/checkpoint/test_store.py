@@ -1,4 +1,4 @@
-"""Both stores keep the same promises, through the faults that S3 has, and name what a user can mend."""
+"""Both stores keep the same promises, through the faults that S3 has, and name what a user can correct."""
 
 from __future__ import annotations
 

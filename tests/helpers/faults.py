@@ -40,7 +40,7 @@ def install(visit: Visit, set_attribute: Callable[..., None] = setattr) -> None:
     """Calls `visit` with each point's name, for every store of this process.
 
     Args:
-        set_attribute: `monkeypatch.setattr`, where the stores are to be mended again.
+        set_attribute: `monkeypatch.setattr`, where the stores are to be restored.
     """
     recorded: list[str] = []  # a commit, until its data is looked at again
 

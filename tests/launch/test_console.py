@@ -64,11 +64,13 @@ def test_a_terminal_without_a_size_shows_a_progress_bar(monkeypatch) -> None:
 def test_without_a_terminal_there_is_no_progress_bar(monkeypatch, tmp_path) -> None:
     with (tmp_path / "stderr").open("w") as file:
         monkeypatch.setattr("sys.stderr", file)
-        run, reported = OmegaConf.create(), OmegaConf.create({"callbacks": {"run_report": {}}})
-        for one in (run, reported):
+        run, reported = OmegaConf.create(), OmegaConf.create({"callbacks": {"run_report": {"interval": "7ba"}}})
+        logged = OmegaConf.create({"log_to_console": True})
+        for one in (run, reported, logged):
             set_console(one)
-    assert (run.progress_bar, run.log_to_console) == (False, True)
-    assert (reported.progress_bar, reported.log_to_console) == (False, False)
+    assert (run.progress_bar, run.log_to_console, run.callbacks) == (False, False, {"run_report": {}})
+    assert (reported.log_to_console, reported.callbacks.run_report.interval) == (False, "7ba")
+    assert logged == {"progress_bar": False, "log_to_console": True, "python_log_level": "WARNING"}
 
 
 def test_the_configuration_goes_to_loggers_but_not_to_the_console(capsys) -> None:

@@ -220,7 +220,7 @@ def test_one_command_runs_the_recipe_beside_a_dense_model_and_prints_ratios(text
         lines = list(csv.DictReader(file))
     assert {line["experts"].split(",")[0] for line in lines} == {"toy-fine", "toy-cap1-0"}
     assert all(line["dense model"] == "toy-dense-0" and float(line["times fewer tokens"]) > 0 for line in lines)
-    assert "times less time" in capsys.readouterr().out
+    assert "times faster" in capsys.readouterr().out
     assert (tmp_path / "toy" / "gates.svg").stat().st_size > 1000
     rows = dropping.read_rows(tmp_path / "toy" / "curves.csv")
     assert all(0 < row.entropy <= 1 for row in rows if row.way.startswith("fine"))
