@@ -34,6 +34,7 @@ class MirroredDispatcher(AllToAllDispatcher):
     def __init__(self, ranks: int, *, num_experts: int, buffer: float = math.inf) -> None:
         self.groups, self.ranks, self.ranks_per_node, self.nodes, self.rank = (), ranks, ranks, 1, 0
         self.local_experts, self.buffer = num_experts // ranks, buffer
+        self.once = lambda key, compute: compute()
 
     def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
         counts_PP2 = counts_P2.expand(self.ranks, *counts_P2.shape)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # type checkers and editors read these; `X as X` marks a publ
     from foundry_moe.layers.lookup import moe_layers as moe_layers
     from foundry_moe.layers.lookup import step_gates_after as step_gates_after
     from foundry_moe.layers.moe import MoELayer as MoELayer
+    from foundry_moe.layers.replay import record_choices as record_choices
+    from foundry_moe.layers.replay import replay_choices as replay_choices
     from foundry_moe.layers.schedule import Progress as Progress
     from foundry_moe.models.conversion import apply_dmoe as apply_dmoe
     from foundry_moe.models.mpt import DMoECausalLM as DMoECausalLM
@@ -40,6 +42,8 @@ _PUBLIC = {
     "batch_context": "foundry_moe.layers.lookup",
     "moe_layers": "foundry_moe.layers.lookup",
     "step_gates_after": "foundry_moe.layers.lookup",
+    "record_choices": "foundry_moe.layers.replay",
+    "replay_choices": "foundry_moe.layers.replay",
     "num_params": "foundry_moe.counts",
     "num_active_params": "foundry_moe.counts",
     "flops_per_token": "foundry_moe.counts",

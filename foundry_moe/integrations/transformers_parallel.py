@@ -166,7 +166,7 @@ class Placed:
         Args:
             compute: y_QD of x_QD, weights_QK and the plan of the rows received, for this rank's experts.
         """
-        rows = self.dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK), at_once=True)
+        rows = self.dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK), part=0)
         rows = rows.receive()
         assert rows.weights is not None and rows.plan is not None
         return self.dispatcher.combine(rows.send_back(compute(rows.x, rows.weights, rows.plan)))

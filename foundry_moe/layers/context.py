@@ -8,20 +8,31 @@ Shapes: B sequences, S positions, T tokens, E experts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import refuse_other_parallelism
-from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
+from foundry_moe.layers.forward_pass import (
+    ForwardPass,
+    Replay,
+    by_sequence,
+    count_targets,
+    inherit,
+    read_call,
+    read_mask,
+)
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
+
+Result = TypeVar("Result")
+_TWICE = object()  # kept by a pass in which two calls gave one key
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -67,6 +78,7 @@ class GateContext:
     largest: the maximum of a scalar over all processes that share a batch.
     shuffle: moves rows at random between the processes that share a batch, see `stay`.
     keys: gives `token_keys` of the ids; None where there are none.
+    experts_TK: int64, the choices to use in place of the gate's own, -1 = none; None = the gate chooses.
     """
 
     token_ids_BS: Tensor | None = None
@@ -82,6 +94,7 @@ class GateContext:
     largest: Callable[[Tensor], Tensor] = unchanged
     shuffle: Shuffle = stay
     keys: Callable[[], Tensor] | None = None
+    experts_TK: Tensor | None = None
 
     def token_keys(self, num_tokens: int, device: torch.device) -> Tensor:
         """int32 [T]: seeds of the tokens' random numbers; from the sequence, else from the position in the input."""
@@ -115,6 +128,7 @@ class BatchContext:
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
         self.batch_counts: dict[tuple[int, str], Tensor] = {}  # by layer and loss, of a whole batch; see `count_ahead`
+        self.replay: Callable[[], Replay] | None = None  # of a pass that begins; set by `replay_choices`
         self.has_losses = False
         self._counting = False
         self._pass: ForwardPass | None = None  # that runs, or is recomputed
@@ -182,7 +196,7 @@ class BatchContext:
         if run is None:
             if self._given is None:
                 return ForwardPass(progress=self.progress, batch_counts=self.batch_counts)
-            if _in_backward():
+            if in_backward():
                 raise UserError(
                     "activation checkpointing recomputes a layer whose ids or padding were given by set_tokens(): call "
                     "context.observe(model) once after the model is built, so that each forward pass keeps its own"
@@ -195,6 +209,26 @@ class BatchContext:
                 "to batch_context(model).set_tokens(input_ids, mask) before each forward pass"
             )
         return run
+
+    @property
+    def replayed(self) -> Replay | None:
+        """The choices that the pass which runs, or is recomputed, replays."""
+        return None if self._pass is None else self._pass.replay
+
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """`compute()`; in a recomputation, its result for this key in the first pass.
+
+        A key that a pass has computed twice is computed again.
+        """
+        if self._pass is None:
+            return compute()
+        kept = self._pass.kept
+        if in_backward():
+            found = kept.get(key, _TWICE)
+            return compute() if found is _TWICE else found
+        result = compute()
+        kept[key] = _TWICE if key in kept else result
+        return result
 
     def counts_here(self, balance_over: str) -> bool:
         """Whether the balance loss is over loads of one microbatch of this process."""
@@ -250,9 +284,10 @@ class BatchContext:
                 module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, takes: Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._backward is not None and not _in_backward():
+        if self._backward is not None and not in_backward():
             self._end_backward()  # it has failed
-        found = inherit(read_call(takes, args, kwargs), self._pass)
+        around = self._pass
+        found = inherit(read_call(takes, args, kwargs), around)
         if self._given is not None:  # of this pass, and before what its arguments say
             given, self._given = self._given, None
             if given.mask_BS is not None:
@@ -264,7 +299,9 @@ class BatchContext:
             progress=self.progress,
             batch_counts=self.batch_counts,
             auxiliary_scale=self.auxiliary_scale,
-            around=self._pass,
+            replay=around.replay if around else self.replay() if self.replay and not in_backward() else None,
+            kept=around.kept if around else {},
+            around=around,
         )
         if self._pass.token_ids_BS is not None:
             self.loss_scale(self._pass.token_ids_BS.device)  # a compiled graph would make it a constant
@@ -426,7 +463,8 @@ def _by_fsdp1(model: nn.Module) -> bool:
     return any(flat) or (whole and not any(isinstance(p, nn.Parameter) for p in model.parameters()))
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether a backward pass runs: a forward pass is then a recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -66,8 +66,12 @@ class Dispatcher:
     def __init__(self, num_experts: int) -> None:
         self.local_experts = num_experts
 
-    def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
-        """Starts to send tokens to their experts, in rounds where they are too many, unless `at_once`."""
+    def dispatch(self, x_TD: Tensor, choices: Choices, *, part: int | None = None) -> Dispatched:
+        """Starts to send tokens to their experts, in rounds where they are too many.
+
+        Args:
+            part: number of the round whose tokens these are, which are sent at once.
+        """
         plan = plan_permute(choices.experts_TK, self.local_experts, choices.rows)
         return Dispatched(x_TD, choices.weights_TK, plan)
 

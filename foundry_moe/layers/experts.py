@@ -92,9 +92,9 @@ class ExpertsBase(nn.Module):
         choices, dispatcher = parts.choices, parts.dispatcher
         assert rows.weights is not None
 
-        def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
-            part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
-            received = dispatcher.dispatch(x_TD, part, at_once=True).receive()
+        def compute_round(number: int, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
+            part = replace(choices, experts_TK=choices.experts_TK[parts.tokens[number]], weights_TK=weights_TK)
+            received = dispatcher.dispatch(x_TD, part, part=number).receive()
             y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
             return dispatcher.combine(received.send_back(y_QD))
 

@@ -5,20 +5,27 @@ Shapes: B sequences, S positions, H heads, K positions that are attended to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 
 _MASKED = -1e4  # an additive mask is at most this where nothing is attended to
 _IGNORED = -100  # the label of a position without a target
+
+
+class Replay(Protocol):
+    """The replayed choices of one forward pass, see `layers/replay.py`."""
+
+    def take(self, layer: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """experts_TK, and weights_TK where these are replayed, too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +37,8 @@ class ForwardPass:
     sequence_id_BS: index of a token's packed document in its row, -1 = padding.
     labels_BS, num_items: what the module computes its own loss from.
     progress, batch_counts, auxiliary_scale: of the `BatchContext` when the pass began.
+    replay: choices in place of the gates' own.
+    kept: results of `BatchContext.once`; shared with the pass around.
     around: the pass of an enclosing module.
     """
 
@@ -42,6 +51,8 @@ class ForwardPass:
     progress: Progress | None = None
     batch_counts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     auxiliary_scale: Tensor | None = None
+    replay: Replay | None = None
+    kept: dict[Hashable, Any] = field(default_factory=dict)
     around: ForwardPass | None = None
 
     @cached_property

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.capacity import drop_beyond_capacity
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.schema import UserError
+
+if TYPE_CHECKING:
+    from foundry_moe.layers.replay import ChoiceRecord
 
 # values in `LoadStatistics` beside the losses: the share of dropped choices, and that of `measure_gate`
 DROPPED, GATE_ENTROPY = "dropped", "gate_entropy"
@@ -109,6 +113,7 @@ class MoELayer(nn.Module):
             if config.shared_expert_hidden_size
             else None
         )
+        self.record: ChoiceRecord | None = None  # see `record_choices`
         self.dispatcher = Dispatcher(config.num_experts)
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)
@@ -221,8 +226,17 @@ class MoELayer(nn.Module):
             device=x.device,
             needs_mask=self._needs_mask,
         )
+        weights_TK, replayed = None, self.context.replayed
+        if replayed is not None:
+            experts_TK, weights_TK = replayed.take(self, x_TD.shape[0], x.device)
+            context = replace(context, experts_TK=experts_TK)
         with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
-            return self.gate(x_TD, context), context.mask_T
+            choices = self.gate(x_TD, context)
+        if weights_TK is not None:
+            choices = replace(choices, weights_TK=weights_TK.to(choices.weights_TK.dtype))
+        if self.record is not None:
+            self.record.add(self, choices.experts_TK, choices.weights_TK, context.mask_T)
+        return choices, context.mask_T
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (tokens, x_TD, weights_TK, *parameters) -> y_TD, of these tokens
+# (number of the round, x_TD, weights_TK, *parameters) -> y_TD, of its tokens
 Round = Callable[..., Tensor]
 _BEFORE_INPUTS = 2  # arguments of `_LaterRounds` before tensors that may have gradients
 _BY_TOKEN = 2  # the first of those, x and weights, are cut into rounds
@@ -36,12 +36,12 @@ def compute_in_rounds(
     messages in the same order.
 
     Args:
-        compute: computes one round from its tokens (a slice), x_TD and weights_TK of these, and the parameters.
+        compute: computes one round from its number, x_TD and weights_TK of these, and the parameters.
         rounds: two or more consecutive slices that cover all tokens; a slice may be empty.
         parameters: of the experts. Only tensors passed here receive gradients.
     """
     y_TD, x_first, weights_first, *parameters_again = _LaterRounds.apply(compute, rounds, x_TD, weights_TK, *parameters)
-    return _FirstRound.apply(y_TD, compute(rounds[0], x_first, weights_first, *parameters_again))
+    return _FirstRound.apply(y_TD, compute(0, x_first, weights_first, *parameters_again))
 
 
 class PassThrough(torch.autograd.Function):
@@ -72,8 +72,8 @@ class _LaterRounds(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         y_TD: Tensor | None = None
-        for tokens in rounds[1:]:
-            y = compute(tokens, *_cut(tokens, inputs))
+        for number, tokens in enumerate(rounds[1:], 1):
+            y = compute(number, *_cut(tokens, inputs))
             if y_TD is None:
                 y_TD = y.new_empty(x_TD.shape[0], y.shape[1])
             y_TD[tokens] = y
@@ -98,7 +98,7 @@ class _LaterRounds(torch.autograd.Function):
                 places[number] = torch.zeros_like(tensor) if gradient is None else gradient
         del of_first
         enabled, dtype = ctx.autocast
-        for tokens in ctx.rounds[1:]:
+        for number, tokens in enumerate(ctx.rounds[1:], 1):
             leaves = [
                 None if tensor is None else tensor.detach().requires_grad_(needs)
                 for tensor, needs in zip(_cut(tokens, inputs), needed, strict=True)
@@ -107,7 +107,7 @@ class _LaterRounds(torch.autograd.Function):
                 if leaf is not None and place is not None:
                     _add_gradient(leaf, place)
             with torch.enable_grad(), torch.autocast(ctx.device_type, dtype=dtype, enabled=enabled):
-                end = _End.apply(ctx.compute(tokens, *leaves), dy_TD[tokens])
+                end = _End.apply(ctx.compute(number, *leaves), dy_TD[tokens])
             end.backward()
             for leaf, place in zip(leaves[:_BY_TOKEN], places, strict=False):
                 if leaf is not None and place is not None:

@@ -33,6 +33,11 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values_TK.view(*shape, k), experts_TK.view(*shape, k)
 
 
+def take_chosen(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The scores of given experts [T, K]; 0 for -1. Differentiable in the scores."""
+    return scores_TE.gather(1, experts_TK.clamp(min=0)).masked_fill(experts_TK < 0, 0)
+
+
 def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     """The same scores with -1 for all but the `number` largest of each row; among equals the first columns stay.
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from foundry_moe.ops import noise
 from foundry_moe.ops.operators import on_gpu, operator, twins
-from foundry_moe.ops.select_topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
+from foundry_moe.ops.select_topk import MAX_CHOICES, MAX_EXPERTS, count_choices, take_chosen, topk
+
+_TINY = 1e-20  # the least divisor of weights: a token may have no replayed expert
 
 
 class Selection(NamedTuple):
@@ -49,6 +51,7 @@ def softmax_topk(
     mask_T: Tensor | None = None,
     statistics: bool = True,
     with_balance: bool = False,
+    replayed_TK: Tensor | None = None,
 ) -> Selection:
     """The k most probable experts of each token, largest first, ties towards the lower expert.
 
@@ -62,10 +65,16 @@ def softmax_topk(
         mask_T: True for real tokens.
         statistics: whether `mean_E`, `counts_E` and `z` are computed; otherwise they may be empty.
         with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
+        replayed_TK: int64, experts to weigh in place of the most probable ones; -1 = none, which has no weight. With
+            `counted`, a second choice of -1 was dropped by chance: the first choice's weight is still divided by the
+            sum with the best of the others.
     """
     keys_T, stream = second_by_chance or (None, None)
     rule = Rule(k, normalize, scale, stream, counted or k, statistics, with_balance)
-    weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(logits_TE, rule, mask_T, keys_T)
+    if replayed_TK is None:
+        weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(logits_TE, rule, mask_T, keys_T)
+    else:
+        weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _plain(logits_TE, rule, mask_T, keys_T, replayed_TK)
     return Selection(experts_TK, weights_TK, mean_E, counts_E, z, loss if with_balance else None)
 
 
@@ -101,16 +110,26 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _plain(
-    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
+    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None, replayed_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, None, Tensor, Tensor, Tensor, None, Tensor | None]:
     """The plain twin of the kernel, without the results that its gradient needs."""
     probs_TE = logits_TE.softmax(-1)
-    weights_TK, experts_TK = topk(probs_TE, rule.k)
+    if replayed_TK is None:
+        weights_TK, experts_TK = topk(probs_TE, rule.k)
+    else:
+        experts_TK = replayed_TK
+        if rule.counted < rule.k:
+            others_TE = probs_TE.detach().scatter(1, experts_TK[:, :1].clamp(min=0), -1)
+            experts_TK = torch.where(experts_TK < 0, topk(others_TE, 1)[1], experts_TK)
+        weights_TK = take_chosen(probs_TE, experts_TK)
     if rule.normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
     weights_TK = weights_TK * rule.scale
-    counts_E = count_choices(experts_TK[:, : rule.counted], logits_TE.shape[1], mask_T)
-    if rule.stream is not None and keys_T is not None:
+    counted_TK = experts_TK if replayed_TK is None else replayed_TK
+    counts_E = count_choices(counted_TK[:, : rule.counted], logits_TE.shape[1], mask_T)
+    if replayed_TK is not None:
+        experts_TK, weights_TK = replayed_TK, weights_TK.masked_fill(replayed_TK < 0, 0)
+    elif rule.stream is not None and keys_T is not None:
         drawn_T1 = noise.uniform(keys_T, 1, rule.stream)
         dropped_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
         dropped_TK[:, 1:] = 2 * weights_TK[:, 1:].detach() <= drawn_T1

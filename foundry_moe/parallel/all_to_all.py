@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,13 @@ from foundry_moe.parallel.collectives import all_to_all
 
 Splits = tuple[list[int], list[int]]  # rows to each rank of a group, and rows from each
 CHOICES, TOKENS, RESULTS = "choices", "tokens", "results"  # the messages of a dispatch, in the order they are sent
+
+
+Once = Callable[[Hashable, Callable[[], Any]], Any]
+
+
+def _compute(_: Hashable, compute: Callable[[], Any]) -> Any:
+    return compute()
 
 
 class Exchange:
@@ -142,16 +149,20 @@ class _ReceiveChoices(torch.autograd.Function):
 class AllToAllDispatcher(Dispatcher):
     """The dispatcher of a layer whose experts are divided over the ranks of a group, in rank order.
 
-    One host synchronization a call: for the numbers of rows. Ranks without tokens, and experts without any, take part.
+    One host synchronization a call, for the numbers of rows; none in a recomputation that has `once`.
+    Ranks without tokens, and experts without any, take part.
 
     Args:
         groups: flat: (the expert group,); hierarchical: (its ranks on this node, its ranks with this rank's index on
             every node).
         num_experts: E.
         buffer: most choices that a rank receives at once, as a multiple of the ranks' mean; more are sent in rounds.
+        once: of the layer's `BatchContext`; gives a recomputation the counts of the first forward pass.
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf) -> None:
+    def __init__(
+        self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf, once: Once = _compute
+    ) -> None:
         sizes, ranks = [group.size() for group in groups], [group.rank() for group in groups]
         self.groups = groups
         self.ranks_per_node, self.nodes = sizes if len(groups) == 2 else (sizes[0], 1)
@@ -159,11 +170,11 @@ class AllToAllDispatcher(Dispatcher):
         self.rank = ranks[-1] * self.ranks_per_node + ranks[0] if len(groups) == 2 else ranks[0]
         assert num_experts % self.ranks == 0
         self.local_experts = num_experts // self.ranks
-        self.buffer = buffer
+        self.buffer, self.once = buffer, once
 
     # a compiled block's graph breaks here: sizes are read on the host, and messages fill memory in place
     @torch.compiler.disable
-    def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, choices: Choices, *, part: int | None = None) -> Dispatched:
         """See `Dispatcher`. Choices are sent before tokens, so that local rows are planned while tokens travel."""
         if torch.is_autocast_enabled(x_TD.device.type):  # cast as experts would: half the bytes
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
@@ -174,12 +185,16 @@ class AllToAllDispatcher(Dispatcher):
             counts_P2, assign_rows = plan_dispatch(
                 experts_TK, weights_TK, local_experts=self.local_experts, ranks=self.ranks, nodes=self.nodes
             )
-            counts = self.gather_counts(counts_P2)
+            counts, first_P2 = self.once((self, part), lambda: (self.gather_counts(counts_P2), counts_P2))
+            if first_P2 is not counts_P2:  # rows would be sent to the wrong places
+                torch._assert_async((first_P2 == counts_P2).all(), "a recomputation chose other experts")  # type: ignore[call-overload]
             row_TC, packed = assign_rows()
             # room for T x C rows: the device gathers while the host waits for the number that is used
             rows_SD = gather_rows(x_TD, row_TC)
             counts_PP2 = counts()
-            rounds = () if at_once else self._rounds(counts_PP2[..., 1], experts_TK)
+            rounds: tuple[slice, ...] = ()
+            if part is None:
+                rounds = self.once((self, "rounds"), lambda: self._rounds(counts_PP2[..., 1], experts_TK))
         if len(rounds) > 1:
             # The tuple holds an empty slice of the weights, since FSDP2 would cast the weights themselves. The slice is
             # needed where weights need a gradient and tokens do not: FSDP2 reduces in the same order on all ranks only

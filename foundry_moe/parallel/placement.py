@@ -150,7 +150,10 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
             group = meshes.expert.get_group()
             layer.context.sum_over_group = GateCollectives(group).sum
             layer.dispatcher = AllToAllDispatcher(
-                meshes.token_groups, num_experts=layer.num_experts, buffer=mesh_config.buffer
+                meshes.token_groups,
+                num_experts=layer.num_experts,
+                buffer=mesh_config.buffer,
+                once=layer.context.once,
             )
 
 

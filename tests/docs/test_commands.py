@@ -34,6 +34,7 @@ ELSEWHERE = {
     "how-to/certify.md",
     "how-to/plain_pytorch.md",
     "how-to/transformers_parallel.md",
+    "how-to/router_replay.md",
 }
 HERE = {
     f"how-to/{name}.md" for name in ("checkpoints", "export", "lora", "mesh", "planning", "recipes", "transformers")

@@ -61,6 +61,13 @@ def test_a_gate_of_ones_own_is_installed_and_found_by_its_name(tmp_path: Path) -
 
 
 @pytest.mark.quick
+def test_router_replay_learns_and_its_choices_would_have_differed() -> None:
+    steps = re.findall(r"reward ([\d.]+), ([\d.]+)% of", run("examples/router_replay.py"))
+    rewards, shares = zip(*((float(reward), float(share)) for reward, share in steps), strict=True)
+    assert len(rewards) == 30 and rewards[0] < 0.2 and sum(rewards[-5:]) / 5 > 0.6 and max(shares) > 1
+
+
+@pytest.mark.quick
 def test_a_pruned_layer_trains_back_to_the_dense_loss() -> None:
     output = run("examples/pruned_linear.py", TRITON_INTERPRET="0")
     dense, pruned, trained = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))

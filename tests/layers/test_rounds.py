@@ -32,7 +32,8 @@ def in_rounds(x, weights, *matrices, rounds=None, kind="gaps", backend="referenc
     """y; as one if `rounds` is None. `seen` gets the tokens of each round that is computed."""
     experts = operands(kind)[3]
 
-    def compute(tokens, x, weights, *parameters):
+    def compute(number, x, weights, *parameters):
+        tokens = slice(None) if rounds is None else rounds[number]
         if seen is not None:
             seen.append(tokens)
         part = experts[tokens]
@@ -40,7 +41,7 @@ def in_rounds(x, weights, *matrices, rounds=None, kind="gaps", backend="referenc
         return expert_mlp(x, weights, plan, *parameters, activation="silu", backend=backend)
 
     if rounds is None:
-        return compute(slice(None), x, weights, *matrices)
+        return compute(0, x, weights, *matrices)
     return compute_in_rounds(compute, rounds, x, weights, matrices)
 
 

@@ -39,6 +39,7 @@ class BaseGate(LinearGate):
 
     LOSSES: ClassVar[frozenset[str]] = BaseKeys.LOSSES
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = BaseKeys.DEFAULT_LOSSES
+    REPLAYS: ClassVar[bool] = True
     Config = BaseKeys
     config: BaseKeys
 
@@ -55,7 +56,9 @@ class BaseGate(LinearGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. No losses."""
         logits_TE = self.logits(x_TD)
-        if self.training:
+        if context.experts_TK is not None:
+            experts_TK = context.experts_TK
+        elif self.training:
             experts_TK = self._assigned(logits_TE.detach(), context)[:, None]
         else:
             experts_TK = topk(logits_TE.detach(), 1)[1]

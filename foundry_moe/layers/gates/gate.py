@@ -52,7 +52,8 @@ class Gate(nn.Module):
     A subclass names its keys in `Config` (a frozen keyword-only dataclass), its losses in `LOSSES`, and those that
     are used where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
     another value: in evaluation, saved weights choose and weigh as before. `CHOOSES_BY_SEED` says that choices in
-    evaluation depend on `seed` of the layer, which then must agree as well. Its class is an entry point of the group
+    evaluation depend on `seed` of the layer, which then must agree as well. `REPLAYS` says that `forward` uses the
+    `top_k` experts of `GateContext.experts_TK` where they are given. Its class is an entry point of the group
     `foundry_moe_gates`. Buffers keep their dtype when the model is cast; state that must survive a checkpoint is a
     persistent buffer, drawn by `reset_parameters` and changed by `after_step` only, so that recomputation and
     evaluation leave it alone.
@@ -62,6 +63,7 @@ class Gate(nn.Module):
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
     CHOOSES_BY_SEED: ClassVar[bool] = False
+    REPLAYS: ClassVar[bool] = False
 
     Config = GateKeys
 
@@ -177,6 +179,7 @@ class LinearGate(Gate):
             mask_T=context.mask_T,
             statistics=bool(context.losses),
             with_balance=alone and "balance" in context.losses,
+            replayed_TK=context.experts_TK,
             **options,
         )
         counted = options.get("counted")

@@ -29,6 +29,7 @@ class GShardGate(LinearGate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"random_second"})
 
+    REPLAYS: ClassVar[bool] = True
     Config = GShardKeys
     config: GShardKeys
 

@@ -37,6 +37,7 @@ class HashGate(Gate):
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"frequencies"})  # the table itself is in the checkpoint
     CHOOSES_BY_SEED: ClassVar[bool] = True
 
+    REPLAYS: ClassVar[bool] = True
     Config = HashKeys
     config: HashKeys
     table_V: Tensor | None
@@ -55,14 +56,16 @@ class HashGate(Gate):
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. No losses."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        weights_TK = torch.ones(x_TD.shape[0], 1, dtype=dtype, device=x_TD.device)
+        if context.experts_TK is not None:
+            return Choices(experts_TK=context.experts_TK, weights_TK=weights_TK)
         if context.token_ids_BS is None:
             raise UserError(
                 "gate hash needs the token ids: the model's forward must take `input_ids`, one id for each token that "
                 "reaches the layer (a model fed with embeddings, or sequences packed otherwise, cannot use it)"
             )
         expert_T = self._expert(context.token_ids_BS, context).reshape(-1)
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        weights_TK = torch.ones(x_TD.shape[0], 1, dtype=dtype, device=x_TD.device)
         return Choices(experts_TK=expert_T[:, None], weights_TK=weights_TK)
 
     def _expert(self, ids_BS: Tensor, context: GateContext) -> Tensor:

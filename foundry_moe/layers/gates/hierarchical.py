@@ -16,7 +16,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import HierarchicalKeys
 from foundry_moe.layers.losses import alignment_loss
-from foundry_moe.ops.select_topk import count_choices, topk
+from foundry_moe.ops.select_topk import count_choices, take_chosen, topk
 
 
 class HierarchicalGate(LinearGate):
@@ -29,6 +29,7 @@ class HierarchicalGate(LinearGate):
     """
 
     LOSSES: ClassVar[frozenset[str]] = HierarchicalKeys.LOSSES
+    REPLAYS: ClassVar[bool] = True
     Config = HierarchicalKeys  # type: ignore[assignment]  # a key is needed
     config: HierarchicalKeys
 
@@ -38,11 +39,15 @@ class HierarchicalGate(LinearGate):
         size = self.num_experts // groups
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
-        probs_TGM = probs_TE.view(-1, groups, size)
-        group_T1 = topk(probs_TGM.detach().sum(-1), 1)[1]
-        probs_TM = probs_TGM.gather(1, group_T1[:, :, None].expand(-1, 1, size)).squeeze(1)
-        weights_TK, inside_TK = topk(probs_TM, self.top_k)
-        experts_TK = group_T1 * size + inside_TK
+        if context.experts_TK is None:
+            probs_TGM = probs_TE.view(-1, groups, size)
+            group_T1 = topk(probs_TGM.detach().sum(-1), 1)[1]
+            probs_TM = probs_TGM.gather(1, group_T1[:, :, None].expand(-1, 1, size)).squeeze(1)
+            weights_TK, inside_TK = topk(probs_TM, self.top_k)
+            experts_TK = group_T1 * size + inside_TK
+        else:
+            experts_TK = context.experts_TK
+            weights_TK, group_T1 = take_chosen(probs_TE, experts_TK), experts_TK[:, :1].clamp(min=0) // size
         counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
         losses = self.common_losses(logits_TE, probs_TE, counts_E, context, experts_TK)
         if "alignment" in context.losses:

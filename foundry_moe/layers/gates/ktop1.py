@@ -5,6 +5,8 @@ Shapes: T tokens, D model width, E experts, K choices = prototypes, M = E / K ex
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import KTop1Keys
 from foundry_moe.layers.losses import sequence_balance_loss
-from foundry_moe.ops.select_topk import count_choices, topk
+from foundry_moe.ops.select_topk import count_choices, take_chosen, topk
 from foundry_moe.ops.softmax_topk import masked_mean
 
 
@@ -25,6 +27,7 @@ class KTop1Gate(LinearGate):
         ValueError: `top_k` does not divide `num_experts`.
     """
 
+    REPLAYS: ClassVar[bool] = True
     Config = KTop1Keys
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
@@ -33,9 +36,16 @@ class KTop1Gate(LinearGate):
         logits_TE = self.logits(x_TD)
         logits_TKM = logits_TE.view(tokens, self.top_k, size)
         probs_TKM = logits_TKM.softmax(-1)
-        weights_TK1, inside_TK1 = topk(probs_TKM, 1)
-        first_K = torch.arange(self.top_k, device=x_TD.device) * size
-        experts_TK = inside_TK1.squeeze(-1) + first_K
+        prototype_K = torch.arange(self.top_k, device=x_TD.device)
+        if context.experts_TK is None:
+            weights_TK1, inside_TK1 = topk(probs_TKM, 1)
+            weights_TK = weights_TK1.squeeze(-1)
+            experts_TK = inside_TK1.squeeze(-1) + prototype_K * size
+        else:
+            experts_TK = context.experts_TK
+            weights_TK = take_chosen(probs_TKM.flatten(1), experts_TK)
+            own_TK = experts_TK.div(size, rounding_mode="floor") == prototype_K
+            inside_TK1 = torch.where(own_TK, experts_TK % size, -1)[:, :, None]
         losses: dict[str, Tensor] = {}
         counts_E = None
         if "balance" in context.losses:
@@ -54,7 +64,7 @@ class KTop1Gate(LinearGate):
             losses["z"] = masked_mean(logits_TKM.logsumexp(-1).square(), context.mask_T).sum()
         return Choices(
             experts_TK=experts_TK,
-            weights_TK=weights_TK1.squeeze(-1),
+            weights_TK=weights_TK,
             losses=losses,
             logits_TE=logits_TE,
             counts_E=counts_E,

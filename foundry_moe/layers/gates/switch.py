@@ -25,6 +25,7 @@ class SwitchGate(JitteredGate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter"})
 
+    REPLAYS: ClassVar[bool] = True
     Config = SwitchKeys
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:

@@ -18,7 +18,7 @@ from foundry_moe.layers.losses import chosen_with_new_noise, variation_squared
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.gate_logits import Jitter, gate_logits
-from foundry_moe.ops.select_topk import count_choices, topk
+from foundry_moe.ops.select_topk import count_choices, take_chosen, topk
 from foundry_moe.ops.softmax_topk import z_loss
 
 _NOISE = 1
@@ -36,6 +36,7 @@ class TopKGate(JitteredGate):
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "noise", "bias_step"})
 
     LOSSES: ClassVar[frozenset[str]] = TopKKeys.LOSSES
+    REPLAYS: ClassVar[bool] = True
     Config = TopKKeys
     config: TopKKeys
     bias_E: Tensor | None
@@ -91,7 +92,12 @@ class TopKGate(JitteredGate):
         else:
             choices = self._choose_by_scores(logits_TE, clean_TE, context)
         if "importance" in context.losses:
-            gates_TE = torch.zeros_like(logits_TE).scatter(1, choices.experts_TK, choices.weights_TK)
+            # -1 of replayed choices goes to a column that is cut off
+            slots = self.num_experts + 1
+            gates_TS = logits_TE.new_zeros(len(logits_TE), slots).scatter(
+                1, choices.experts_TK % slots, choices.weights_TK
+            )
+            gates_TE = gates_TS[:, :-1]
             choices.losses["importance"] = variation_squared(gates_TE, context.mask_T, context.sum_importance)
         if "load" in context.losses:
             assert deviation_TE is not None, "see check_losses"
@@ -107,7 +113,10 @@ class TopKGate(JitteredGate):
         else:
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
-        weights_TK, experts_TK = self._choose(scores_TE)
+        if context.experts_TK is None:
+            weights_TK, experts_TK = self._choose(scores_TE)
+        else:
+            weights_TK, experts_TK = take_chosen(scores_TE, context.experts_TK), context.experts_TK
         if config.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
         losses, counts_E = {}, None
