@@ -92,7 +92,7 @@ def with_a_crowd_in_one_group(case: Case, mesh: MeshConfig) -> tuple[dict[str, T
 
 def _choose_the_first(gate: torch.nn.Module, inputs: Any, choices: Choices) -> Choices:
     experts_TK = torch.arange(choices.experts_TK.shape[1]).expand_as(choices.experts_TK)
-    return replace(choices, experts_TK=experts_TK.to(choices.experts_TK.dtype).contiguous(), counts_E=None, plan=None)
+    return replace(choices, experts_TK=experts_TK.to(choices.experts_TK.dtype).contiguous(), counts_E=None)
 
 
 def time_limits(meshes: list[tuple[int, int, int]]) -> dict[str, float]:

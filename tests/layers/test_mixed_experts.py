@@ -31,7 +31,6 @@ def test_equal_widths_are_one_width():
     ("key", "value", "use"),
     [
         ("backend", "grouped", "auto or blocksparse or reference"),
-        ("capacity", 1.25, "null"),
         ("init", "upcycle", "auto"),
     ],
 )
