@@ -103,11 +103,11 @@ class GateSteps(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            show_model(state)
             check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
             if moe_layers(state.model):
                 check_parallelism(state)
                 log_parameter_counts(state, logger)
+            show_model(state)
             return
         if event == Event.FIT_START:
             self._layers = moe_layers(state.model)
