@@ -49,13 +49,13 @@ demo: env data/demo/facts.json
 	$(BIN)/foundry-moe train yamls/demo/cpu.yaml -n 2 $(DEMO)
 
 test: env
-	$(BIN)/python -m pytest $(XDIST) -m quick $(TESTS)
+	$(BIN)/python -m pytest $(XDIST) -m "quick and not npm" $(TESTS)
 
 test-all: env
 	$(BIN)/python -m pytest $(XDIST) $(TESTS)
 
 test-rest: env
-	$(BIN)/python -m pytest $(XDIST) -m "not quick" $(TESTS)
+	$(BIN)/python -m pytest $(XDIST) -m "not quick or npm" $(TESTS)
 
 lint: env
 	$(BIN)/ruff check .

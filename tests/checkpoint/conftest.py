@@ -33,7 +33,7 @@ def az(azurite) -> Store:
     return open_store(f"az://bucket/{uuid.uuid4()}", options)
 
 
-@pytest.fixture(params=["files", "s3", "gs", "az"])
+@pytest.fixture(params=["files", "s3", "gs", pytest.param("az", marks=pytest.mark.npm)])
 def every_store(request, tmp_path) -> Store:
     """An empty folder, of each kind."""
     if request.param == "files":
