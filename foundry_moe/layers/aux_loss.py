@@ -47,7 +47,11 @@ class LoadStatistics:
     def move_to(self, device: torch.device) -> None:
         """Moves the sums to the layer's device, once."""
         if self.counts_E.device != device:
-            self.counts_E, self.losses_L, self.scale_1 = (tensor.to(device) for tensor in self.sums)
+            self.counts_E, self.losses_L, self.scale_1 = (
+                # a layer that was made on the meta device has counted nothing
+                torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                for tensor in self.sums
+            )
 
     def reset(self) -> None:
         for tensor in (*self.sums, self.stepped_E):

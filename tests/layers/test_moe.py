@@ -177,6 +177,14 @@ def test_statistics_move_with_the_weights(monkeypatch):
     assert moves == ["cpu"] * 3
 
 
+def test_a_layer_made_on_the_meta_device_counts_after_it_has_left_it():
+    with torch.device("meta"):
+        layer = MoELayer(6, CONFIG, context=BatchContext())
+    layer.load_state_dict(build(dtype=torch.float32).state_dict(), assign=True)
+    layer.float()(torch.randn(4, 6)).sum().backward()
+    assert layer.statistics.counts_E.sum() == 4 * CONFIG.top_k
+
+
 def test_residual_projections_are_scaled_down_by_depth():
     layer = MoELayer(
         64,
