@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the sdist and, from it, the wheel into build/dist; checks both with twine; installs the wheel into an environment
-# of its own, runs `foundry-moe --help` there and has mypy check a user's program. torch and Triton are those of VENV, whose files uv links.
+# of its own, runs `foundry-moe --help` there and has mypy check a user's program. torch and Triton are those of VENV,
+# whose files uv links.
 #
 # usage: check_wheel.sh VENV
 set -euo pipefail

@@ -304,10 +304,9 @@ def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
     Every run with experts logs its learning rate, tokens per second, MFU and memory, by Composer's callbacks.
     """
     model, algorithms = config.get("model") or {}, dict(config.get("algorithms") or {})
-    muon = (config.get("optimizer") or {}).get(
-        "name"
-    ) == "muon"  # which looks at the model, also at one without experts
-    if model.get("name") == "dmoe_causal_lm" or (muon and "dmoe" not in algorithms):
+    optimizer = config.get("optimizer") or {}
+    # Muon looks at the model, also at one without experts
+    if model.get("name") == "dmoe_causal_lm" or (optimizer.get("name") == "muon" and "dmoe" not in algorithms):
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
     if {"dmoe", "dmoe_steps"} & algorithms.keys():

@@ -165,9 +165,8 @@ class MoELayer(nn.Module):
     def measure_gate(self) -> None:
         """Adds `gate_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
         if GATE_ENTROPY not in self.statistics.names:
-            device = self.statistics.counts_E.device
             self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, GATE_ENTROPY])
-            self.statistics.move_to(device)
+            self._move_statistics()
 
     def reset_parameters(self) -> None:
         """Draws gate and experts from (seed, layer, expert)."""

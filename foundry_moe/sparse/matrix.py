@@ -123,11 +123,10 @@ class Matrix:
         """
         _check_block(block)
         _check_tensor("the mask", mask_MN, "block rows", "block columns")
-        if values is not None:
-            _check_tensor("values", values, "blocks", "block", "block", dtypes=FLOATS)
         rows, columns = (mask_MN != 0).nonzero(as_tuple=True)
         if values is None:
             values = torch.zeros(len(rows), block, block, dtype=dtype, device=mask_MN.device)
+        _check_tensor("values", values, "blocks", "block", "block", dtypes=FLOATS)
         if values.shape[1:] != (block, block):
             raise ValueError(f"values are {list(values.shape)}, and block is {block}: [blocks, block, block]")
         if len(values) != len(rows):
