@@ -44,6 +44,7 @@ class LoadStatistics:
         figures += [f"{name}={mean:.4g}" for name, mean in zip(self.names, means_L.tolist(), strict=True)]
         return f"LoadStatistics({', '.join(figures)})"
 
+    @torch.compiler.disable  # a graph whose backward pass writes to tensors that it made does not compile
     def move_to(self, device: torch.device) -> None:
         """Moves the sums to the layer's device, once."""
         if self.counts_E.device != device:
@@ -131,5 +132,6 @@ def attach(
         counts_E: choices per expert, int64.
         scale: the trainer's factor of this microbatch (`BatchContext.loss_scale`), read in the backward pass.
     """
-    statistics.move_to(y_TD.device)
+    if statistics.counts_E.device != y_TD.device:
+        statistics.move_to(y_TD.device)
     return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, scale, *statistics.sums)

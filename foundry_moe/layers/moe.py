@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
         self.wanted_losses = frozenset(self.loss_weights)
         measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
         self.statistics = LoadStatistics(config.num_experts, measured)
-        self._move_statistics()
+        self.move_statistics()
         self.context = BatchContext() if context is None else context
         self.context.has_losses |= bool(self.loss_weights)
         reads_mask = bool(self.loss_weights) or config.capacity is not None
@@ -131,8 +131,8 @@ class MoELayer(nn.Module):
     def _on_meta(self) -> bool:
         return any(parameter.is_meta for parameter in self.parameters())
 
-    def _move_statistics(self) -> None:
-        """Moves the sums to the weights' device. A compiled forward pass may not: its backward pass writes them."""
+    def move_statistics(self) -> None:
+        """Moves the sums of loads to the weights' device, if they are not there."""
         if not self._on_meta():
             self.statistics.move_to(next(self.experts.parameters()).device)
 
@@ -140,7 +140,7 @@ class MoELayer(nn.Module):
         """As in nn.Module; weights that leave the meta device (`to_empty`) are drawn, unless they are sharded."""
         on_meta = self._on_meta()
         super()._apply(fn, recurse)
-        self._move_statistics()
+        self.move_statistics()
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         if on_meta and not sharded and not self._on_meta():
             self.reset_parameters()
@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         """Adds `gate_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
         if GATE_ENTROPY not in self.statistics.names:
             self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, GATE_ENTROPY])
-            self._move_statistics()
+            self.move_statistics()
 
     def reset_parameters(self) -> None:
         """Draws gate and experts from (seed, layer, expert)."""

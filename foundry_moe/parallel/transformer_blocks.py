@@ -5,6 +5,7 @@ Depends on FSDP2 and MoE layers; independent of meshes and Composer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -100,6 +101,14 @@ def _tables(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tenso
         return rotary_tables(position_ids, module.inv_freq, module.attention_scaling, x)
 
 
+def _first_pass(block: Any, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A compiled block's first forward pass. Its weights have their memory now, and the sums of loads must follow."""
+    for layer in moe_layers(block):
+        layer.move_statistics()
+    block.forward = compiled
+    return compiled(*args, **kwargs)
+
+
 def compile_blocks(model: nn.Module, **options: Any) -> int:
     """Compiles each block's forward pass in place, so that names, hooks and FSDP2's wrapping stay.
 
@@ -119,7 +128,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     config.recompile_limit = max(config.recompile_limit, needed)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
     for block in members:
-        block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+        block.forward = partial(_first_pass, block, torch.compile(block.forward, **options))  # type: ignore[method-assign]
     for layer in moe_layers(model):
         if not layer.chooses_by_tokens_alone:  # else values of one layer or batch become constants
             layer.choose = torch.compiler.disable(layer.choose)  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ SHARED = {"algorithms.dmoe.shared_expert_hidden_size": 8}
 STARTS = {
     "random": SHARED,
     "upcycled, with noise": {**SHARED, **UPCYCLED},
-    "meta": {"model.init_device": "meta", **SHARED},
+    "meta": {"model.init_device": "meta", "algorithms.dmoe.mesh.compile": "blocks", **SHARED},
     "orthogonal": {"algorithms.dmoe.gate": {"name": "base"}, "algorithms.dmoe.top_k": 1, "algorithms.dmoe.loss": None},
 }
 

@@ -177,11 +177,14 @@ def test_statistics_move_with_the_weights(monkeypatch):
     assert moves == ["cpu"] * 3
 
 
-def test_a_layer_made_on_the_meta_device_counts_after_it_has_left_it():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_made_on_the_meta_device_counts_after_it_has_left_it(compiled):
     with torch.device("meta"):
         layer = MoELayer(6, CONFIG, context=BatchContext())
     layer.load_state_dict(build(dtype=torch.float32).state_dict(), assign=True)
-    layer.float()(torch.randn(4, 6)).sum().backward()
+    if compiled:
+        layer.compile(backend="aot_eager")
+    layer(torch.randn(4, 6)).sum().backward()
     assert layer.statistics.counts_E.sum() == 4 * CONFIG.top_k
 
 

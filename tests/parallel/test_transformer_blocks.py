@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.config import MeshConfig
-from foundry_moe.layers.lookup import batch_context
+from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from tests.helpers.small_training import CASES, build_model, shard_rest
@@ -91,3 +91,24 @@ def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch:
         ("backward", experts[0]),
         ("backward", experts[0]),
     ]
+
+
+def test_sums_of_loads_follow_the_weights_before_a_block_is_compiled() -> None:
+    """As after `to_empty(recurse=False)` of each module with weights, which does not see the layer that counts."""
+    graphs: list[list[str]] = []
+    for device in ("cpu", "meta"):
+        torch._dynamo.reset()
+        model = build_model(CASES[0], torch.float64, torch.device("cpu"))
+        for layer in moe_layers(model):
+            layer.statistics.move_to(torch.device(device))
+        graphs.append([])
+
+        def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+            graphs[-1].append(graph.code)
+            return graph
+
+        compile_blocks(model, backend=note)
+        for _ in range(2):
+            model(torch.arange(8).view(2, 4)).sum().backward()
+        assert all(layer.statistics.counts_E.sum() == 2 * 8 * layer.config.top_k for layer in moe_layers(model))
+    assert graphs[0] == graphs[1]
