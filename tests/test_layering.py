@@ -21,11 +21,12 @@ MAY_IMPORT_TRAINERS = {
     *("optim", "registry", "train"),
 }
 
-CORE = {"config", "schema", "flops", "ops", "layers"}
+CORE = {"config", "schema", "times", "flops", "ops", "layers"}
 LIBRARY = CORE | {"models", "parallel", "checkpoint"}
 # A folder, or a file at the top of the package -> what it may import beside itself.
 MAY_IMPORT = {
     "schema": set(),
+    "times": set(),
     "config": {"schema"},
     "flops": set(),
     "ops": {"config", "schema"},

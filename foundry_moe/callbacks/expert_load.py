@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from composer.core import Callback, Event, State, Time, TimeUnit
+from composer.core import Callback, Event, State, Time
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 from torch import Tensor
@@ -21,6 +21,7 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
 from foundry_moe.schema import UserError, checks_keys
+from foundry_moe.times import parse_time
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +37,14 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
     """Whether the interval ends with this event (ask at BATCH_END and EPOCH_END); true at the end of training too.
 
     Raises:
-        ValueError: `interval` is not a Composer time string, or not above 0; `where` names the key.
+        ValueError: `interval` is no time, or not above 0; `where` names the key.
     """
-    try:
-        every = Time.from_input(interval, TimeUnit.BATCH)
-    except ValueError:
-        raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
-    if every.value <= 0:
+    if (every := parse_time(interval)) is None:
+        raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok")
+    if every.amount <= 0:
         raise UserError(f"{where} ({interval!r}) must be above 0")
-    return create_interval_scheduler(every, checkpoint_events=False, final_events={Event.BATCH_END})
+    amount = every.amount if every.unit == "dur" else int(every.amount)
+    return create_interval_scheduler(Time(amount, every.unit), checkpoint_events=False, final_events={Event.BATCH_END})
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:

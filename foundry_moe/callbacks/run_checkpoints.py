@@ -226,7 +226,7 @@ class RunCheckpoints:
         """The same on all ranks: Composer's timestamp is."""
         every = self.config.every
         now, last = _counts(state)[every.unit], self._counts_at_save.get(every.unit, 0.0)
-        if every.unit == "s":
+        if every.unit == "sec":
             return now - last >= every.amount
         return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
 
@@ -418,5 +418,5 @@ def _counts(state: State) -> dict[str, float]:
         "ep": timestamp.epoch.value,
         "sp": timestamp.sample.value,
         "tok": timestamp.token.value,
-        "s": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+        "sec": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
     }

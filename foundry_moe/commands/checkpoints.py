@@ -203,9 +203,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     store, ledger = open_folder(arguments.folder, arguments)
-    older = parse_interval(arguments.older_than, "--older-than")
-    if older.unit != "s":
-        raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
+    older = parse_interval(arguments.older_than, "--older-than", "sec")
     retention, verb = Retention(ledger), "would remove" if arguments.dry_run else "removed"
     gone: list[CommitKey] = []
     if arguments.keep is not None:

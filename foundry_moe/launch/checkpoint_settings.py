@@ -5,51 +5,37 @@ This module imports neither torch nor Composer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from foundry_moe.checkpoint.errors import without_secrets
 from foundry_moe.checkpoint.store import FORM, StoreOptions, endpoint_problem, folder_problem
 from foundry_moe.schema import MistakesError, UserError, caught, form, from_mapping, raise_mistakes, sentences_of
+from foundry_moe.times import COUNTS, Time, parse_time
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: a restart loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
 FROZEN = "frozen"  # key in a checkpoint's info: digest and source of the frozen weights that it omits
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-COUNTS = ("ba", "ep", "sp", "tok")
 _FORMS = {
     None: "must be a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)",
-    "s": "must be a time, for example 60s or 6h",
+    "sec": "must be a time, for example 60s or 6h",
     "ba": "must be in batches, for example 1000ba",
 }
 
 
-class Interval(NamedTuple):
-    """`amount` of `unit`: seconds (`s`), batches, epochs, samples or tokens (`ba`, `ep`, `sp`, `tok`)."""
-
-    amount: float
-    unit: str
-
-
-def parse_interval(text: str, where: str, unit: str | None = None) -> Interval:
-    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`. `unit`: the only one that is valid, `s` or `ba`.
+def parse_interval(text: str, where: str, unit: str | None = None) -> Time:
+    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`. `unit`: the only one that is valid, `sec` or `ba`.
 
     Raises:
         ValueError: anything else; `where` is named.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(text))
-    amount, given = (float(match.group(1)), match.group(2)) if match else (0.0, "")
-    found = None
-    if given in SECONDS and amount > 0:
-        found = Interval(amount * SECONDS[given], "s")
-    if given in COUNTS and amount >= 1 and amount == int(amount):
-        found = Interval(int(amount), given)
-    if found is None or found.unit != (unit or found.unit):
+    time = parse_time(text)
+    units = (unit,) if unit else ("sec", *COUNTS)
+    if time is None or time.unit not in units or time.amount <= 0 or (time.unit != "sec" and time.amount % 1):
         raise UserError(f"{where} ({text}) {_FORMS[unit]}")
-    return found
+    return time
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,7 @@ class CheckpointConfig:
                 yield f"{name} ({getattr(self, name)}) applies to s3:// only, and folder is {self.folder}"
         yield from caught(parse_interval, self.interval, "interval")
         for name in ("timeout", "stale_after", "grace"):
-            yield from caught(parse_interval, getattr(self, name), name, "s")
+            yield from caught(parse_interval, getattr(self, name), name, "sec")
         if self.keep_every is not None:
             yield from caught(parse_interval, self.keep_every, "keep_every", "ba")
         for name in ("keep", "max_failures"):
@@ -147,7 +133,7 @@ class CheckpointConfig:
             yield f"resume ({self.resume}) must be auto, never, or a step such as 500"
 
     @property
-    def every(self) -> Interval:
+    def every(self) -> Time:
         return parse_interval(self.interval, "interval")
 
     @property

@@ -5,15 +5,13 @@ Composer converts a scheduler's `dur` to the unit of `max_duration`, and epochs 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.schema import fits, section
+from foundry_moe.times import Time, parse_time
 
-_TIME = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
-_CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
 _SCHEDULER = ("t_warmup", "t_max", "t_scale", "t_cooldown")
 _OURS = ("expert_load", "run_report")
 # callbacks with an interval, and its key
@@ -46,31 +44,30 @@ def _forms(run: Mapping[str, Any]) -> Iterator[str]:
     for where, value in times.items():
         good = fits(value, int) and value >= 0
         ours = where.removeprefix("callbacks.").partition(".")[0] in _OURS
-        if isinstance(value, str):
-            good = bool(_TIME.fullmatch(value) or (_CLOCK.fullmatch(value) and where == "max_duration"))
+        if (time := parse_time(value)) is not None:
+            good = time.of_composer and (not time.is_clock or where == "max_duration")
         if fits(value, int) and where.startswith(("max_duration", "scheduler.")):
             yield f"{where} ({value}) has no unit: use {value}ba for batches or {value}ep for epochs"
+        elif time is not None and time.is_clock and where == "max_duration" and not good:
+            yield f"{where} ({value!r}) must be a clock time below a day such as 1h30m: use {time.amount:.0f}sec"
         elif not good:
             yield f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur"
-        elif (parsed := _parse(value))[1] != "dur" and parsed[0] % 1 > 0:
-            yield f"{where} ({value!r}) must be a whole number of {parsed[1]}; only dur has fractions"
-        elif not re.search(r"[1-9]", str(value)) and (where == "max_duration" or ours):
+        elif (parsed := _parse(value)).unit != "dur" and parsed.amount % 1 > 0:
+            yield f"{where} ({value!r}) must be a whole number of {parsed.unit}; only dur has fractions"
+        elif not parsed.amount and (where == "max_duration" or ours):
             yield f"{where} ({value!r}) must be above 0"
-        elif ours and str(value).strip().endswith("iter"):
+        elif ours and parsed.unit == "iter":
             yield f"{where} ({value!r}) must be in ba, ep, sp, tok, dur or sec"
 
 
-def _parse(value: Any) -> tuple[float, str]:
-    """Number and unit; a number alone counts epochs, as in Composer, and a clock time such as 2h seconds."""
-    if fits(value, int):
-        return value, "ep"
-    match = _TIME.fullmatch(value)
-    return (float(match[1].replace("_", "")), match[2]) if match else (float("nan"), "sec")
+def _parse(value: Any) -> Time:
+    """A time that is good; a number alone counts epochs, as in Composer."""
+    return parse_time(value) or Time(value, "ep")
 
 
 def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
     scheduler, longest = section(run, "scheduler"), run["max_duration"]
-    total, unit = _parse(longest)
+    total, unit, *_ = _parse(longest)
     given = {key: scheduler[key] for key in _SCHEDULER if scheduler.get(key) is not None}
     inverse_root = scheduler.get("name") == "inv_sqrt_with_warmup"
     if inverse_root and unit == "sec":
@@ -79,22 +76,22 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
             "have its unit: write them all in ba"
         )
         return
-    seconds = [key for key, value in given.items() if _parse(value)[1] == "sec"]
+    seconds = [key for key, value in given.items() if _parse(value).unit == "sec"]
     for key in seconds:
         yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {'' if unit == 'sec' else f'{unit} or '}dur"
     if seconds:
         return
     if inverse_root:
         for key in ("t_warmup", "t_scale", "t_cooldown"):
-            if key in given and _parse(given[key])[1] != unit:
+            if key in given and _parse(given[key]).unit != unit:
                 yield f"scheduler.{key} ({given[key]}) must be in {unit}, the unit of max_duration ({longest})"
         return
     last = given.get("t_max", "1dur")
-    end, end_unit = _parse(last)
+    end, end_unit, *_ = _parse(last)
     whole = {"dur": "ba" if unit == "ep" else unit, "ep": "ba"}  # units as Composer converts them
     wanted = whole.get(end_unit, end_unit)
     warmup = given.get("t_warmup")
-    if warmup is not None and whole.get(own := _parse(warmup)[1], own) != wanted:
+    if warmup is not None and whole.get(own := _parse(warmup).unit, own) != wanted:
         other = f"max_duration ({longest})" if end_unit == "dur" else f"scheduler.t_max ({last})"
         wanted = "dur" if wanted == "sec" else wanted
         yield f"scheduler.t_warmup ({warmup}) must have the unit of {other}: write it in {wanted}"
@@ -111,18 +108,17 @@ def _curriculum(run: Mapping[str, Any]) -> Iterator[str]:
     durations = {"duration": settings.get("duration")}
     for index, datamix in enumerate(schedule):
         durations[f"schedule.{index}.duration"] = datamix.get("duration") if isinstance(datamix, Mapping) else None
-    total, unit = _parse(longest)
+    total, unit, *_ = _parse(longest)
     wrong = False
     for key, value in durations.items():
-        good = fits(value, int) or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
-        number, own = _parse(value) if good else (0.0, "")
-        if not good or number <= 0 or own not in ("ep", "tok"):
+        number, own, *_ = time = Time(value, "ep") if fits(value, int) else parse_time(value) or Time(0.0, "")
+        if number <= 0 or own not in ("ep", "tok") or not time.of_composer:
             yield f"{where}.{key} ({value!r}) must be a time above 0 in ep or tok"
             wrong = True
         elif own != unit:
             yield f"{where}.{key} ({value}) must have the unit of max_duration ({longest}): write both in ep or in tok"
             wrong = True
-    if not wrong and (added := sum(_parse(value)[0] for value in durations.values())) != total:
+    if not wrong and (added := sum(_parse(value).amount for value in durations.values())) != total:
         yield f"{where}: the durations add up to {added:g}{unit}, and max_duration ({longest}) must be as long"
 
 
@@ -130,6 +126,6 @@ def _async_eval(run: Mapping[str, Any]) -> Iterator[str]:
     interval, saves = section(run, "callbacks", "async_eval").get("interval"), run.get("save_interval", _SAVE_INTERVAL)
     if interval is None:
         return
-    (every, unit), (each, save_unit) = _parse(interval), _parse(saves)
+    (every, unit, *_), (each, save_unit, *_) = _parse(interval), _parse(saves)
     if unit != save_unit or not each or every % each:
         yield f"callbacks.async_eval.interval ({interval}) must be a multiple of save_interval ({saves}), in its unit"

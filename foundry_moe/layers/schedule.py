@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from foundry_moe.schema import UserError, form, from_mapping, one_of
+from foundry_moe.times import COUNTS, Time, parse_time
 
 A_TIME = "a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur"
-_UNITS = ("ba", "ep", "sp", "tok", "dur")
-_SUFFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-_DURATION = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMGBT]?)(ba|ep|sp|tok|dur)\s*")
+_UNITS = (*COUNTS, "dur")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,34 +34,26 @@ class Progress:
     dur: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Duration:
-    """A point of training: `value` of a unit in `Progress`."""
-
-    value: float
-    unit: str
-
-    def share_of(self, progress: Progress) -> float:
-        """The share of this duration that has passed, 1 from its end on; 1 for a duration of zero."""
-        done = getattr(progress, self.unit)
-        if done is None:
-            raise UserError(f"a time in {self.unit} needs a training whose length is known: use ba, ep, sp or tok")
-        return min(done / self.value, 1.0) if self.value else 1.0
-
-
-def parse_duration(text: Any, where: str) -> Duration:
+def parse_duration(text: Any, where: str) -> Time:
     """`100ba`, `1ep`, `10Mtok`, `2.5e6tok`, `0.1dur`.
 
     Raises:
         ValueError: not such a text.
     """
-    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
+    time = parse_time(text)
+    if time is None or time.unit not in _UNITS:
         raise UserError(
             f"{where} ({text!r}) must be {A_TIME}: a number, perhaps k, M, B or T, and one of {', '.join(_UNITS)}"
         )
-    number, suffix, unit = match.groups()
-    return Duration(value=float(number.replace("_", "")) * _SUFFIX[suffix], unit=unit)
+    return time
+
+
+def share_of(time: Time, progress: Progress) -> float:
+    """The share of a time that has passed, 1 from its end on; 1 for a time of zero."""
+    done = getattr(progress, time.unit)
+    if done is None:
+        raise UserError(f"a time in {time.unit} needs a training whose length is known: use ba, ep, sp or tok")
+    return min(done / time.amount, 1.0) if time.amount else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +75,7 @@ class Schedule:
         after, until = self._times
         if after.unit != until.unit:
             raise UserError(f"after ({self.after}) and until ({self.until}) must have one unit")
-        if until.value <= after.value:
+        if until.amount <= after.amount:
             raise UserError(
                 f"the schedule ends (until: {self.until}) before it starts (after: {self.after or '0'}); raise until"
             )
@@ -93,7 +83,7 @@ class Schedule:
             raise UserError(f"an exponential goes from {self.start} to {self.end}, and both must be above 0")
 
     @cached_property
-    def _times(self) -> tuple[Duration, Duration]:
+    def _times(self) -> tuple[Time, Time]:
         until = parse_duration(self.until, "until")
         return parse_duration(self.after or f"0{until.unit}", "after"), until
 
@@ -102,8 +92,8 @@ class Schedule:
         if self.is_constant:
             return self.start
         after, until = self._times
-        done = until.share_of(progress) * until.value  # `share_of` checks the unit
-        share = min(max((done - after.value) / (until.value - after.value), 0.0), 1.0)
+        done = share_of(until, progress) * until.amount  # `share_of` checks the unit
+        share = min(max((done - after.amount) / (until.amount - after.amount), 0.0), 1.0)
         if self.shape == "exponential":
             return self.start * (self.end / self.start) ** share
         if self.shape == "cosine":

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 def test_defaults_and_units() -> None:
     config = checkpoint_config({"folder": "s3://bucket/run", "keep_every": "10ba", "async": False, "resume": 500})
-    assert (config.every.amount, config.every.unit) == (1800.0, "s")
+    assert (config.every.amount, config.every.unit) == (1800.0, "sec")
     assert config.keep_every_batches == 10 and config.asynchronous is False and config.resume == 500
     assert config.store_options.timeout_s == 60.0
     assert checkpoint_config({"folder": "/a", "interval": "1ep"}).every.unit == "ep"

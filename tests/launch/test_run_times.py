@@ -104,7 +104,7 @@ def test_a_check_refuses_the_intervals_of_async_eval_that_llm_foundry_refuses() 
         assert bool(list(time_mistakes(run, None))) == fails, (interval, saves)
 
 
-@pytest.mark.parametrize("longest", ["2h", "90 minutes", "1e6tok", "3ep"])
+@pytest.mark.parametrize("longest", ["2h", "1h30m", "1e6tok", "3ep"])
 def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
     scheduler = {"name": "cosine_with_warmup", "t_warmup": "0.1dur"}
     assert not list(time_mistakes({"max_duration": longest, "scheduler": scheduler}, None))
@@ -136,6 +136,7 @@ def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
             ["scheduler.t_warmup=2ba", "+scheduler.t_max=50ba", "max_duration=100ba"],
             "scheduler.t_max (50ba) must not be below max_duration (100ba)",
         ),
+        (["max_duration=48h"], "max_duration ('48h') must be a clock time below a day such as 1h30m: use 172800sec"),
         (["max_duration=0.5ep"], "max_duration ('0.5ep') must be a whole number of ep"),
         (["callbacks.run_report.interval=1iter"], "callbacks.run_report.interval ('1iter') must be in ba, ep"),
         (
@@ -149,3 +150,16 @@ def test_times_that_do_not_agree_are_one_sentence(capsys, words, sentence) -> No
         main(["check", DEMO, *(word.removeprefix("+") for word in words)])
     errors = capsys.readouterr().err
     assert ended.value.code == 2 and sentence in errors, errors
+
+
+@pytest.mark.parametrize(
+    "longest",
+    ["2h", "1h30m", "90s", "48h", "172800sec", "1.5h", "1d", "90 minutes", "1h 30m", "10Mtok", "1e6tok", "5ba"],
+)
+def test_a_length_is_refused_if_composer_does_not_read_it(longest) -> None:
+    try:
+        Time.from_timestring(longest)
+        fails = False
+    except ValueError:
+        fails = True
+    assert bool(list(time_mistakes({"max_duration": longest}, None))) == fails

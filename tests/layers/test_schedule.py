@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 )
 def test_times_are_read(text, value, unit):
     duration = parse_duration(text, "x")
-    assert (duration.value, duration.unit) == (value, unit)
+    assert (duration.amount, duration.unit) == (value, unit)
 
 
 @pytest.mark.parametrize("text", ["10", "ba", "-1ba", "10 batches", 10, "1e3", ""])

@@ -13,7 +13,7 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate, pack_choices
 from foundry_moe.layers.gates.keys import DenseToSparseKeys
-from foundry_moe.layers.schedule import parse_duration, parse_schedule
+from foundry_moe.layers.schedule import parse_duration, parse_schedule, share_of
 from foundry_moe.ops import noise
 from foundry_moe.ops.select_topk import count_choices, pack, topk
 from foundry_moe.ops.softmax_topk import masked_sum, softmax_topk
@@ -85,7 +85,7 @@ class DenseToSparseGate(LinearGate):
     def _is_hard(self, context: GateContext) -> bool:
         if not self.training:
             return True
-        return self.hard_after is not None and self.hard_after.share_of(self.progress(context)) >= 1
+        return self.hard_after is not None and share_of(self.hard_after, self.progress(context)) >= 1
 
     def _soft(self, logits_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor]:
         """g, and g without gradient with -1 where an expert is not chosen."""
