@@ -40,7 +40,7 @@ def cases() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     source_R[end:] = -1
     tokens = ep.Tokens(x_TD=x, source_R=source_R, choices=K)
     low = ep.LowRank(a_RL=new(rows_, RANK), b=new(1, experts, D, RANK))
-    tile = Tile(specialised=True)
+    tile = Tile()
 
     def copied() -> tuple[Tensor, ...]:
         out = torch.zeros(rows_, D, dtype=torch.bfloat16, device="cuda")
@@ -55,7 +55,7 @@ def cases() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
 
     def inner(dtype: torch.dtype) -> tuple[Tensor]:
         out = torch.empty(2, experts, F, D, dtype=dtype, device="cuda")
-        return (ep.weight_gradient(z, x_RD, rows, tile=Tile(specialised=True, split=1), out=out),)
+        return (ep.weight_gradient(z, x_RD, rows, tile=Tile(split=1), out=out),)
 
     return {
         "rows": down,

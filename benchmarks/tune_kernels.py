@@ -48,15 +48,10 @@ CASES = {
     "finer": (458752, 512, 256, 256, False),
 }
 
-SPECIALISED = [
-    Tile(specialised=True, stages=s, split=p, group=g)
-    for s, p in ((4, 2), (4, 4), (3, 1), (3, 2))
-    for g in (1, 2, 4, 8, 16)
-]
-TALL = [Tile(specialised=True, bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
-SPECIALISED_UP = [  # this epilogue stores halves at least; with three stages there is room for a second buffer
-    Tile(specialised=True, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
-]
+SHORT = [Tile(stages=s, split=p, group=g) for s, p in ((4, 2), (4, 4), (3, 1), (3, 2)) for g in (1, 2, 4, 8, 16)]
+TALL = [Tile(bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
+# The first product's epilogue stores halves at least; with three stages there is room for a second buffer
+SHORT_UP = [Tile(stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,7 +67,7 @@ class Product:
     tokens: bool = False
 
     def candidates(self) -> list[Tile]:
-        return [*(SPECIALISED_UP if self.name == "up2" else SPECIALISED), *([] if self.tokens else TALL)]
+        return [*(SHORT_UP if self.name == "up2" else SHORT), *([] if self.tokens else TALL)]
 
 
 def loads(rows: int, experts: int, load: str, device: str) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Tensor maps (TMA) of the ragged operands, as `launch` takes them: built on the host for one launch.
 
-Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts. `specialised` maps are for the kernels
-of `hopper_products`.
+Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts.
 
 Rows of one expert end where the next expert's begin, and a tensor map clips only at its own bounds. So the map of
 a ragged matrix gets two more dimensions whose strides undo each other modulo 2^64: reading at
@@ -17,15 +16,20 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from foundry_moe_kernels.launch import TensorMap
 from torch import Tensor
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+GLUON = VERSION == (3, 6)  # its experimental Gluon is what `hopper_products` is written for
+if GLUON:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+COPY_COLUMNS = 256  # of a copied row's box; a box has at most this many in each of its dimensions
 # In elements: _WRAP * _WRAP_STRIDE = 2^64. Strides stay under 2^40 bytes, coordinates under 2^31
 _WRAP = 2**28
 _WRAP_STRIDE = 2**36
 _UNBOUNDED = 2**31 - 2**16
-WRAP_COORDINATE = tl.constexpr(_WRAP)
 _MAX_STRIDE_BYTES = 2**40
 _ALIGN_BYTES = 16
 
@@ -43,25 +47,26 @@ def supported(*tensors: Tensor) -> bool:
     return True
 
 
-def _plain(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
-
-    return TensorDescriptor(base, list(shape), list(strides), list(block))
-
-
-def _specialised(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
-    from foundry_moe_kernels import hopper_products  # needs Triton 3.6
-
-    return hopper_products.descriptor(base, shape, strides, block)
+def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
+    """Gluon's record of a tensor map: it has the layout of a box in shared memory."""
+    made = object.__new__(TensorDescriptor)  # without its constructor, which checks what `supported` has
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if base.element_size() == 2 else gl.float32)
+    vars(made).update(
+        base=base, shape=list(shape), strides=list(strides), block_shape=list(block), layout=layout, padding="zero"
+    )
+    return made
 
 
-def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, specialised: bool = False) -> TensorMap:
-    """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns], see `ragged_index`."""
+def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> TensorMap:
+    """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns].
+
+    Row `row` of an expert with rows [start, start + size) is at (plane, 2^28, start + size, 2^28 - size + row).
+    """
     planes, rows_, columns = a_PRC.shape
     assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
     plane, stride, _ = a_PRC.stride()
     return (
-        _specialised if specialised else _plain,
+        descriptor,
         a_PRC,
         (planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns),
         (plane, _WRAP_STRIDE - stride, stride, stride, 1),
@@ -69,9 +74,7 @@ def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, specialised:
     )
 
 
-def weight_planes(
-    weights: tuple[Tensor, ...], box: tuple[int, int, int], specialised: bool = False
-) -> tuple[TensorMap, bool] | None:
+def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> tuple[TensorMap, bool] | None:
     """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
 
     The two need not share an allocation: the distance between them is the plane stride.
@@ -93,36 +96,36 @@ def weight_planes(
         stride = distance // base.dtype.itemsize
     planes, height, width = box
     shape = (2 if others else 1, *base.shape)
-    make = _specialised if specialised else _plain
-    return (make, base, shape, (stride, *strides), (planes, 1, height, width)), swapped
+    return (descriptor, base, shape, (stride, *strides), (planes, 1, height, width)), swapped
 
 
-def boxes(tensor: Tensor, block: tuple[int, ...], specialised: bool = False) -> TensorMap:
+def boxes(tensor: Tensor, block: tuple[int, ...]) -> TensorMap:
     """A tensor as it lies in memory."""
-    return _specialised if specialised else _plain, tensor, tuple(tensor.shape), tensor.stride(), block
+    return descriptor, tensor, tuple(tensor.shape), tensor.stride(), block
 
 
-@triton.jit
-def ragged_index(start, size, row):
-    """The coordinates (dimensions 2 and 3 of `ragged_rows`) of `row` of an expert with rows [start, start + size)."""
-    return start + size, 0x10000000 - size + row
+def row_map(a_RD: Tensor) -> TensorMap:
+    """A tensor map whose box is a row, of a multiple of COPY_COLUMNS."""
+    rows, width = a_RD.shape
+    boxes = width // COPY_COLUMNS
+    shape, strides = (rows, boxes, COPY_COLUMNS), (a_RD.stride(0), COPY_COLUMNS, 1)
+    return _row_descriptor, a_RD, shape, strides, (1, boxes, COPY_COLUMNS)
 
 
-@triton.jit
-def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns; both stay in the threads that hold them."""
-    return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+def _row_descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
+    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
 
 
 @functools.cache
 def device_supported(device: torch.device) -> bool:
-    """Whether this is Hopper with a Triton that has host tensor descriptors."""
+    """Whether `hopper_products` runs: on Hopper, with Triton 3.6."""
     return device.type == "cuda" and capability_supported(torch.cuda.get_device_capability(device))
 
 
 def capability_supported(capability: tuple[int, int]) -> bool:
     """The same for a GPU that need not be present."""
-    return capability[0] == 9 and _triton_version() >= (3, 4)
+    return capability[0] == 9 and GLUON
 
 
 def products_compile(capability: tuple[int, int]) -> bool:
@@ -130,14 +133,4 @@ def products_compile(capability: tuple[int, int]) -> bool:
 
     Before 3.4 it ends in an assertion of its own (AccelerateMatmul: computeCapability not supported) for sm_120.
     """
-    return capability[0] < 12 or _triton_version() >= (3, 4)
-
-
-@functools.cache
-def specialised_supported(device: torch.device) -> bool:
-    """Whether `hopper_products` runs: on Hopper, with the Triton whose experimental Gluon it was written for."""
-    return device_supported(device) and _triton_version() == (3, 6)
-
-
-def _triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return capability[0] < 12 or VERSION >= (3, 4)

@@ -1,6 +1,7 @@
 """The six products of a dMoE layer on Hopper, with their epilogues: one launch each. No autograd.
 
-They take operands that `supported` accepts (in Triton's interpreter any dtype).
+They take operands that `supported` accepts. The kernels are those of `hopper_products` and `hopper_inner`, in Gluon; on
+a CPU tests replace `launch` by twins of these two (tests/helpers/hopper_twin.py).
 
 Shapes: R rows sorted by expert, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
@@ -14,13 +15,14 @@ import torch
 from foundry_moe_kernels import descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
-from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
 from foundry_moe_kernels.topology import BLOCK_ROWS, pack_rows, split_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
+if descriptors.GLUON:
+    from foundry_moe_kernels import hopper_inner, hopper_products
+
 BLOCK, TALL = BLOCK_ROWS
-WARPS = 8  # of a tile that is not specialised
 # Rows that are not a multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
 # experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
 _LINE, _TALL_FROM = 64, 512
@@ -70,7 +72,7 @@ def gathers(x_TD: Tensor, hidden: int) -> bool:
         hidden <= GATHER_UP_TO
         and x_TD.shape[1] in _GATHER_WIDTHS
         and supported(x_TD)
-        and descriptors.specialised_supported(x_TD.device)
+        and descriptors.device_supported(x_TD.device)
     )
 
 
@@ -108,25 +110,16 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int) -> Tile:
     return _tall(tile) if (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM else tile
 
 
-def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
-    """The tile, or its counterpart where Triton, the device, its shared memory or the product rules the tile out.
-
-    With tokens, a specialised tile of BLOCK rows, the only kind that supports them.
-    """
-    special = tile.specialised and descriptors.specialised_supported(device)
-    if tokens and not (special and tile.bm == BLOCK and tile.bk == 64):
-        return Tile(specialised=True, group=tile.group)
-    if special and tile.bm == TALL:
-        return _tall(tile)
-    if tile.specialised and not special:
-        return Tile(bn=tile.bn, group=tile.group, split=4)
-    return tile if tile.bm == BLOCK else tile._replace(bm=BLOCK)
+def _runnable(tile: Tile, *, tokens: bool = False) -> Tile:
+    """The tile, or its counterpart where shared memory or the product rules it out: tokens need BLOCK rows."""
+    if tokens and not (tile.bm == BLOCK and tile.bk == 64):
+        return Tile(group=tile.group)
+    return _tall(tile) if tile.bm == TALL else tile
 
 
 class _RowsLaunch(NamedTuple):
     """What a product of rows is launched with whatever its rows are: boxes of its maps, numbers of tiles, constants."""
 
-    specialised: bool
     height: int
     a_box: tuple[int, ...]
     b_box: tuple[int, int, int]
@@ -150,57 +143,38 @@ def _rows_launch(
     copied: the width of rows that are copied meanwhile, or 0. low_columns: L, or 0.
     """
     glu = activation is not None
-    tile = _runnable(tile, device, tokens=choices > 0)
-    special = tile.specialised
+    tile = _runnable(tile, tokens=choices > 0)
     if copied:
-        from foundry_moe_kernels import hopper_products
-
         tile = hopper_products.copying(tile)
     side_by_side = 2 if glu else 1
     columns = tile.bn // side_by_side
-    height = tuning.HEIGHT if special else BLOCK
     consumers = tile.bm // tuning.HEIGHT
-    if special and consumers == 3:  # each side of a tile has a box of its own
+    if consumers == 3:  # each side of a tile has a box of its own
         box = (1, tile.bn // 2, tile.bk) if transposed else (1, tile.bk, tile.bn // 2)
     else:
         box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
-    split = tile.split  # parts that a tile is stored in
-    if glu:
-        split = max(split, 2) if special else 2
-    depth = min(low_columns, tile.bk) if special else tile.bk
+    split = max(tile.split, 2) if glu else tile.split  # parts that a tile is stored in
+    depth = min(low_columns, tile.bk)
     constants = {
-        "LOW": low_columns > 0, "PLANES": planes, "ACT": activation or "identity", "TRANS_B": transposed,
-        "BN": tile.bn, "BK": tile.bk,
+        "CHOICES": choices, "GATHERED": gathered, "SLOTS": hopper_products.copy_slots(copied) if copied else 0,
+        "LOW": low_columns > 0, "PLANES": planes, "GATED": glu, "ACT": activation or "identity", "TRANS_B": transposed,
+        "CONSUMERS": consumers, "BN": tile.bn, "BK": tile.bk, "STAGES": tile.stages, "SPLIT": split,
+        "BUFFERS": 1 if copied else hopper_products.buffers(tile, split),
+        "LAST": tile.bn if glu else hopper_products.last_columns(n, tile.bn),
+        "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
     }  # fmt: skip
-    most = tuning.num_multiprocessors(device)
-    if special:
-        from foundry_moe_kernels import hopper_products
-
-        constants |= {
-            "CHOICES": choices, "GATHERED": gathered, "SLOTS": hopper_products.copy_slots(copied) if copied else 0,
-            "GATED": glu, "CONSUMERS": consumers, "STAGES": tile.stages, "SPLIT": split,
-            "BUFFERS": 1 if copied else hopper_products.buffers(tile, split),
-            "LAST": tile.bn if glu else hopper_products.last_columns(n, tile.bn),
-            "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
-        }  # fmt: skip
-    else:
-        constants |= {
-            "GLU": glu, "BM": tile.bm, "SPLIT": tile.split, "GROUP": tile.group, "num_warps": WARPS,
-            "num_stages": tile.stages,
-        }  # fmt: skip
     return _RowsLaunch(
-        specialised=special,
         height=tile.bm,
-        a_box=(1, height, tile.bk),
+        a_box=(1, tuning.HEIGHT, tile.bk),
         b_box=box,
-        out_box=(height, tile.bn // split),
-        low_a_box=(1, height, depth),
+        out_box=(tuning.HEIGHT, tile.bn // split),
+        low_a_box=(1, tuning.HEIGHT, depth),
         low_b_box=(box[0], 1, box[1], depth) if transposed else (1, 1, depth, box[2]),
         column_tiles=cdiv(n, columns),
         k_tiles=cdiv(k, tile.bk),
         low_tiles=cdiv(low_columns, depth) if low_columns else 0,
         group=tile.group,
-        most_programs=most,
+        most_programs=tuning.num_multiprocessors(device),
         constants=constants,
     )
 
@@ -242,41 +216,31 @@ def _rows_arguments(
         tile, a.device, n, k, planes, None if h_RN is None else activation, transposed, gathered,
         tokens.choices if tokens else 0, beside[1].shape[1] if beside else 0, low.a_RL.shape[1] if low else 0,
     )  # fmt: skip
-    special = found.specialised
-    spanned = descriptors.weight_planes(weights, found.b_box, special)
+    spanned = descriptors.weight_planes(weights, found.b_box)
     if spanned is None:  # too far apart for one tensor map
-        spanned = descriptors.weight_planes(tuple(torch.stack(weights)), found.b_box, special)
+        spanned = descriptors.weight_planes(tuple(torch.stack(weights)), found.b_box)
         assert spanned is not None
     b_map, swapped = spanned
     low_a_map = low_b_map = None
     if low is not None:  # planes side by side as those of the weights
         b = low.b.flip(0) if h_RN is not None and swapped and found.b_box[0] == 2 else low.b
-        low_a_map = descriptors.boxes(low.a_RL[None], found.low_a_box, special)
-        low_b_map = descriptors.boxes(b, found.low_b_box, special)
+        low_a_map = descriptors.boxes(low.a_RL[None], found.low_a_box)
+        low_b_map = descriptors.boxes(b, found.low_b_box)
     height, part = found.out_box
-    c_map = descriptors.ragged_rows(c_PRN if c_PRN.ndim == 3 else c_PRN[None], height, part, special)
-    h_map = None if h_RN is None else descriptors.ragged_rows(h_RN[None], height, part, special)
-    a_map = descriptors.boxes(a, found.a_box, special)
+    c_map = descriptors.ragged_rows(c_PRN if c_PRN.ndim == 3 else c_PRN[None], height, part)
+    h_map = None if h_RN is None else descriptors.ragged_rows(h_RN[None], height, part)
+    a_map = descriptors.boxes(a, found.a_box)
     entries_M4, count = rows.blocks[found.height]
     tiles = entries_M4.shape[0] * found.column_tiles
     programs = found.most_programs if found.most_programs < tiles else tiles or 1
-    if special:
-        from foundry_moe_kernels import hopper_products
-
-        return (
-            hopper_products.rows_kernel, (programs,),
-            a_map, b_map, low_a_map, low_b_map, c_map, h_map,
-            hopper_products.row_map(beside[0].x_TD) if beside else None,
-            hopper_products.row_map(beside[1]) if beside else None, entries_M4, count,
-            tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
-            rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, num_rows,
-            found.column_tiles, found.k_tiles, int(swapped), found.group, found.low_tiles,
-        ), found.constants  # fmt: skip
     return (
-        ragged_rows_kernel, (programs,),
-        a_map, b_map, low_a_map, low_b_map, c_map, h_map, entries_M4, count, found.column_tiles, found.k_tiles,
-        int(swapped), found.low_tiles,
-    ), {"PROGRAMS": programs, **found.constants}  # fmt: skip
+        hopper_products.rows_kernel, (programs,),
+        a_map, b_map, low_a_map, low_b_map, c_map, h_map,
+        descriptors.row_map(beside[0].x_TD) if beside else None, descriptors.row_map(beside[1]) if beside else None,
+        entries_M4, count, tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
+        rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, num_rows,
+        found.column_tiles, found.k_tiles, int(swapped), found.group, found.low_tiles,
+    ), found.constants  # fmt: skip
 
 
 def row_major(weights: tuple[Tensor, ...], transposed: bool) -> tuple[tuple[Tensor, ...], bool]:
@@ -407,23 +371,12 @@ def weight_gradient(
         out = a_PRM.new_empty(planes, experts, m, n)
     tile = tile or _pick("inner", rows, n, m)
     found = _inner_launch(tile, a_PRM.device, m, n, planes * experts, out.dtype.itemsize)
-    special = found.specialised
-    a_map = descriptors.ragged_rows(a_PRM, *found.a_box, special)
-    b_map = descriptors.ragged_rows(b_RN[None], *found.b_box, special)
-    if special:
-        from foundry_moe_kernels import hopper_inner
-
-        launch(
-            hopper_inner.inner_kernel, (found.programs,),
-            a_map, b_map, descriptors.boxes(out[None], (1, *found.out_box), special),
-            rows.offsets_E, rows.order_E, experts, planes, found.m_tiles, found.n_tiles, found.group, m,
-            **found.constants,
-        )  # fmt: skip
-        return out
     launch(
-        ragged_inner_kernel, (found.programs,),
-        a_map, b_map, descriptors.boxes(out, found.out_box, special), rows.offsets_E, rows.order_E, experts, planes,
-        found.m_tiles, found.n_tiles, **found.constants,
+        hopper_inner.inner_kernel, (found.programs,),
+        descriptors.ragged_rows(a_PRM, *found.a_box), descriptors.ragged_rows(b_RN[None], *found.b_box),
+        descriptors.boxes(out[None], found.out_box),
+        rows.offsets_E, rows.order_E, experts, planes, found.m_tiles, found.n_tiles, found.group, m,
+        **found.constants,
     )  # fmt: skip
     return out
 
@@ -431,10 +384,9 @@ def weight_gradient(
 class _InnerLaunch(NamedTuple):
     """`_RowsLaunch` of a weight gradient."""
 
-    specialised: bool
     a_box: tuple[int, int]
     b_box: tuple[int, int]
-    out_box: tuple[int, int, int, int]
+    out_box: tuple[int, ...]
     m_tiles: int
     n_tiles: int
     group: int
@@ -445,36 +397,24 @@ class _InnerLaunch(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _inner_launch(tile: Tile, device: torch.device, m: int, n: int, matrices: int, itemsize: int) -> _InnerLaunch:
     """Args: matrices: P E. itemsize: of the result."""
-    tile = _runnable(tile, device)
-    special = tile.specialised
+    tile = _runnable(tile)
     if itemsize == 4:  # parts of as many bytes
         tile = tile._replace(split=min(2 * tile.split, 4))
     m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
     consumers = tile.bm // tuning.HEIGHT
-    height, side = (tuning.HEIGHT, tile.bn // (consumers - 1)) if special else (tile.bm, tile.bn)
-    programs = max(min(tuning.num_multiprocessors(device), matrices * m_tiles * n_tiles), 1)
-    constants = {"BN": tile.bn, "BK": tile.bk, "SPLIT": tile.split}
-    if special:
-        from foundry_moe_kernels import hopper_products
-
-        constants |= {
-            "CONSUMERS": consumers, "STAGES": tile.stages,
-            "BUFFERS": hopper_products.buffers(tile, tile.split, itemsize),
-            "LAST": hopper_products.last_columns(n, tile.bn),
-            "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
-        }  # fmt: skip
-    else:
-        constants |= {
-            "BM": tile.bm, "GROUP": tile.group, "PROGRAMS": programs, "num_warps": WARPS, "num_stages": tile.stages,
-        }  # fmt: skip
+    constants = {
+        "CONSUMERS": consumers, "BN": tile.bn, "BK": tile.bk, "STAGES": tile.stages, "SPLIT": tile.split,
+        "BUFFERS": hopper_products.buffers(tile, tile.split, itemsize),
+        "LAST": hopper_products.last_columns(n, tile.bn),
+        "num_warps": hopper_products.WARPS, "maxnreg": hopper_products.REGISTERS[tile.bm],
+    }  # fmt: skip
     return _InnerLaunch(
-        specialised=special,
-        a_box=(tile.bk, height),
-        b_box=(tile.bk, side),
-        out_box=(1, 1, height, tile.bn // tile.split),
+        a_box=(tile.bk, tuning.HEIGHT),
+        b_box=(tile.bk, tile.bn // (consumers - 1)),
+        out_box=(1, 1, 1, tuning.HEIGHT, tile.bn // tile.split),
         m_tiles=m_tiles,
         n_tiles=n_tiles,
         group=tile.group,
-        programs=programs,
+        programs=max(min(tuning.num_multiprocessors(device), matrices * m_tiles * n_tiles), 1),
         constants=constants,
     )

@@ -1,7 +1,8 @@
 """The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6, Hopper).
 
-They do what `ragged_products` does, tile for tile. A program is persistent
-and has groups of warps:
+Ragged rows: C = A W_e for the rows of every expert e, with a GLU's activation in the first product's epilogue; a tile's
+place comes from the block rows of a topology. Ragged inner dimension (`hopper_inner`): C_e = A_e^T B_e over the rows of
+every expert e, zeros for one without rows. A program is persistent and has groups of warps:
 
     producer      one warp: fills a ring of shared-memory stages by TMA, ahead of the current tile. Four warps where the
                   rows of an operand are gathered from tokens: TMA cannot, so each thread copies 16 bytes (cp.async)
@@ -19,9 +20,6 @@ Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from foundry_moe_kernels.hopper_tiles import (
     GATHERERS,
     HEIGHT,
@@ -36,20 +34,16 @@ from foundry_moe_kernels.hopper_tiles import (
     store_buffers,
     store_gated,
 )
-from foundry_moe_kernels.launch import TensorMap
 from foundry_moe_kernels.tuning import Tile
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 QUEUED = gl.constexpr(2)  # tiles that a producer may be ahead, two or more
 WARPS = 4  # of the first consumer; the others have as many
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
 REGISTERS = {128: 168, 192: 128}  # of a thread at launch, by rows: all but the consumers give up most of them
-COPY_COLUMNS = 256  # of a copied row's box; a box has at most this many in each of its dimensions
 _COPY_BYTES = 2**15  # of the rows in flight
 
 
@@ -364,31 +358,3 @@ def copying(tile: Tile) -> Tile:
     part_bytes = 2 * tile.bm * tile.bn // 2
     stages = (SHARED_BYTES - _COPY_BYTES - part_bytes) // (2 * (tile.bm + tile.bn) * tile.bk)
     return tile._replace(stages=min(tile.stages, stages), split=max(tile.split, 2))
-
-
-def row_map(a_RD: Tensor) -> TensorMap:
-    """A tensor map whose box is a row, of a multiple of COPY_COLUMNS."""
-    rows, width = a_RD.shape
-    boxes = width // COPY_COLUMNS
-    return (
-        _row_descriptor,
-        a_RD,
-        (rows, boxes, COPY_COLUMNS),
-        (a_RD.stride(0), COPY_COLUMNS, 1),
-        (1, boxes, COPY_COLUMNS),
-    )
-
-
-def _row_descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
-    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
-
-
-def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
-    """Triton's record of a tensor map for these kernels: it has the layout of a box in shared memory."""
-    made = object.__new__(TensorDescriptor)  # without its constructor, which checks what `supported` has
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if base.element_size() == 2 else gl.float32)
-    vars(made).update(
-        base=base, shape=list(shape), strides=list(strides), block_shape=list(block), layout=layout, padding="zero"
-    )
-    return made

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("hopper.json")
-HEIGHT = 64  # rows of a consumer of a specialised tile
+HEIGHT = 64  # rows of a consumer
 MOST_ROWS = 2**17  # rows of one expert in the loads that are compiled ahead
 _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the last one counts
 
@@ -26,7 +26,7 @@ _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the la
 class Tile(NamedTuple):
     """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
 
-    `specialised` tiles run in `hopper_products` and have 128 or 192 rows, as all tiles of the table.
+    bm: 128 or 192.
     """
 
     bm: int = 128
@@ -35,7 +35,6 @@ class Tile(NamedTuple):
     stages: int = 3
     group: int = 8
     split: int = 2
-    specialised: bool = False
 
 
 @functools.cache
@@ -77,7 +76,7 @@ def _nearest(wanted: str) -> Tile:
         return sum(abs(a - b) for a, b in zip(_sizes(key), sizes, strict=True))
 
     keys = [key for key in _table() if key.split()[0] == wanted.split()[0]]
-    return Tile(specialised=True, **_table()[min(keys, key=distance)]) if keys else Tile()
+    return Tile(**_table()[min(keys, key=distance)]) if keys else Tile()
 
 
 def _sizes(key: str) -> list[float]:

@@ -82,7 +82,7 @@ def why_portable(
     if device.type != "cuda":
         return "there is no GPU"
     if other := _other_chip(device, capability):
-        return f"the Hopper kernels need sm_90 with Triton 3.4 or later, and this is {other}"
+        return f"the Hopper kernels need sm_90 with Triton 3.6, and this is {other}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the Hopper kernels need bf16 or fp16, and this is {str(dtype).removeprefix('torch.')}"
     if width * dtype.itemsize % 16 or hidden * dtype.itemsize % 16:

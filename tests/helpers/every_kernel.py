@@ -12,7 +12,6 @@ from foundry_moe_kernels import (
     adamw,
     assignment,
     block_products,
-    descriptors,
     dispatch_plan,
     expert_products,
     finite,
@@ -28,7 +27,6 @@ from foundry_moe_kernels import (
     sparse_tiles,
     topology,
 )
-from foundry_moe_kernels.tuning import Tile
 
 BLOCK = sparse_tiles.BLOCK
 T, K, D, F, E = 512, 2, 512, 1024, 2
@@ -36,13 +34,12 @@ R = T * K
 TF32_CHIPS = (80, 90, 120)  # one for each way in which tensor cores are fed, the least shared memory among them
 
 
-def kernel_names(capability: int) -> set[str]:
-    """`module.function` of what is launched on such a chip; of the Hopper kernels those without Gluon."""
+def kernel_names() -> set[str]:
+    """`module.function` of all kernels but those in Gluon, which `test_hopper_products` compiles."""
     modules = [module.name for module in pkgutil.iter_modules(foundry_moe_kernels.__path__)]
-    plain = descriptors.capability_supported((capability // 10, capability % 10))
     names = set()
     for module in modules:
-        if module.startswith("hopper") or (module.startswith("ragged") and not plain):
+        if module.startswith("hopper"):
             continue
         for name, kernel in inspect.getmembers(import_module(f"foundry_moe_kernels.{module}")):
             # interpreted or not: those that the module imports are another's
@@ -182,20 +179,6 @@ def launch_routing(experts: int = 128) -> None:
     assignment.settle(expert_T, bid_T, room_E, price_E)
 
 
-def launch_tensor_maps(dtype: torch.dtype) -> None:
-    """The Hopper products without Gluon."""
-    offsets_E, _, source_R = tables()
-    rows = expert_products.ragged_rows(offsets_E, R)
-    x, z, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (2, E, F, D), (E, D, F)))
-    for tile in (Tile(split=4), Tile(bn=128, split=2, stages=4)):
-        expert_products.up(x, tuple(w1), rows, "silu", tile=tile)
-        expert_products.down_backward_(x, w2, z, rows, "silu", None, source_R, tile=tile)
-        expert_products.rows_product(z, (w1[0], w1[1]), rows, transposed=False, tile=tile)
-        expert_products.weight_gradient(z, x, rows, tile=tile)
-        low = expert_products.LowRank(a_RL=x[:, :32].contiguous(), b=w2[None, :, :, :32].contiguous())
-        expert_products.rows_product(z[:1], (w2,), rows, transposed=True, tile=tile, low=low)
-
-
 def launch_low_rank(dtype: torch.dtype) -> None:
     """Products of LoRA adapters of rank 16, of tokens and of rows."""
     offsets_E, _, source_R = tables()
@@ -225,5 +208,3 @@ def launch_all(capability: int) -> None:
     launch_mixed_widths(torch.bfloat16, (F, F // 2))
     launch_low_rank(torch.bfloat16)
     launch_routing()
-    if descriptors.capability_supported((capability // 10, capability % 10)):
-        launch_tensor_maps(torch.bfloat16)

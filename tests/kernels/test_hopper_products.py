@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton
 from foundry_moe_kernels import expert_products as ep
 
 from tests.helpers.compiling import compile_for, misfits
@@ -12,14 +11,14 @@ import torch
 from foundry_moe_kernels import descriptors, expert_products as ep
 from foundry_moe_kernels.tuning import Tile
 
-descriptors.specialised_supported = lambda device: True
+descriptors.device_supported = lambda device: True
 x, h, both = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 512), (256, 1024), (2, 2, 1024, 512)))
 w, v = both
 rows = ep.RaggedRows(
     offsets_E=torch.tensor([128, 256], dtype=torch.int32), order_E=torch.zeros(2, dtype=torch.int32), num_rows=256,
     blocks={height: (torch.zeros(4, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)) for height in (128, 192)},
 )
-tile = Tile(specialised=True, stages=4)
+tile = Tile(stages=4)
 tokens = ep.Tokens(x_TD=x, source_R=torch.zeros(256, dtype=torch.int32), choices=8)
 ep.rows_product(x[None], (w,), rows, transposed=True, tile=tile)
 ep.rows_product(tokens, (w,), rows, transposed=True, tile=tile)
@@ -38,31 +37,26 @@ for width in (320, 384):  # and a last tile of 64 or 128 columns
     ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=tile)
 for width in (512, 320, 384):  # fp32 results, whose parts are as many bytes as those of twice as many columns
     out = torch.empty(1, 2, 1024, width)
-    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=Tile(specialised=True, split=1), out=out)
+    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=Tile(split=1), out=out)
 """
 
 
-needs_gluon = pytest.mark.skipif(
-    tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6),
-    reason="Triton before 3.6 has another Gluon",
+pytestmark = pytest.mark.skipif(
+    not ep.descriptors.GLUON, reason="the Hopper kernels run with Triton 3.6 alone: each version changes Gluon"
 )
 
 
-@needs_gluon
 def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
-    from foundry_moe_kernels import hopper_products
-
     widths = []
     for width in ep._GATHER_WIDTHS:
         x_TD = torch.zeros(2, width, dtype=torch.bfloat16)
         if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1)):
-            make, *given = hopper_products.row_map(x_TD)
+            make, *given = ep.descriptors.row_map(x_TD)
             make(*given)  # raises for a box that Triton does not take
             widths.append(width)
     assert widths == [256, 512, 1024, 2048, 4096]
 
 
-@needs_gluon
 def test_last_tile_is_as_narrow_as_what_is_left():
     from foundry_moe_kernels.hopper_products import last_columns
 
@@ -70,16 +64,12 @@ def test_last_tile_is_as_narrow_as_what_is_left():
     assert {columns: last_columns(columns, 256) for columns in left} == left
 
 
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."),
-    reason="the specialised kernels run with Triton 3.6 alone: Gluon is an experiment that each version changes",
-)
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = compile_for(90, COMPILE)
     # four instructions a step of 64 in each of two parts, two for one of 32, and as many for a narrow last tile
     assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [12] * 3 + [16] * 4 + [8, 16, 16]
     assert not misfits(kernels, 90)
-    tall = compile_for(90, COMPILE.replace("specialised=True", "specialised=True, bm=192"))
+    tall = compile_for(90, COMPILE.replace("Tile(", "Tile(bm=192, "))
     # of three parts and two sides; products of tokens have two consumers still
     assert [kernel.hopper_products for kernel in tall] == [24, 8, 24, 8, 8, 24, 12, 12, 36, 36, 36, 36, 36, 24, 36, 36]
     assert not misfits(tall, 90)

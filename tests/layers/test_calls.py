@@ -50,7 +50,6 @@ def layer(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(descriptors, "specialised_supported", lambda device: True)
     monkeypatch.setattr(descriptors, "device_supported", lambda device: True)
     monkeypatch.setattr(backends, "blocksparse_available", lambda device, dtype: True)
     monkeypatch.setattr(blocksparse, "takes_hopper", lambda *_: True)

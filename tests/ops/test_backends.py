@@ -12,11 +12,16 @@ SIZES = {"width": 2048, "hidden": 1024}
 PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS): "
 
 
+def set_triton(monkeypatch, version):
+    monkeypatch.setattr("foundry_moe_kernels.descriptors.VERSION", version)
+    monkeypatch.setattr("foundry_moe_kernels.descriptors.GLUON", version == (3, 6))
+
+
 @pytest.fixture(autouse=True)
 def on_a_gpu_host(monkeypatch):
     """The interpreter takes no bf16, and tests run in it; Triton as CI's modern stack has it."""
     monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", False)
-    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 6))
+    set_triton(monkeypatch, (3, 6))
     monkeypatch.delenv("FOUNDRY_MOE_KERNELS", raising=False)
     _other_chip.cache_clear()
     yield
@@ -35,18 +40,19 @@ def test_hopper_takes_its_own_kernels():
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
 def test_other_chips_take_the_portable_kernels_and_the_line_names_the_chip(capability):
     text = describe(capability)
-    assert text.startswith(f"{PORTABLE}the Hopper kernels need sm_90 with Triton 3.4 or later, and this is sm_")
+    assert text.startswith(f"{PORTABLE}the Hopper kernels need sm_90 with Triton 3.6, and this is sm_")
     assert f"sm_{capability[0]}{capability[1]} with Triton " in text
 
 
-def test_an_older_triton_is_named(monkeypatch):
-    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 3))
+@pytest.mark.parametrize("version", [(3, 3), (3, 5), (3, 7)])
+def test_another_triton_takes_the_portable_kernels(version, monkeypatch):
+    set_triton(monkeypatch, version)
     assert describe((9, 0)).startswith(PORTABLE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "reference"}])
 def test_a_triton_that_compiles_nothing_for_the_chip_is_refused_with_the_stack_that_does(settings, monkeypatch):
-    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 3))
+    set_triton(monkeypatch, (3, 3))
     with pytest.raises(ValueError, match=r"no matrix products for this GPU \(sm_120\): use the modern stack"):
         describe((12, 0), **settings)
     describe((10, 0), **settings)

@@ -1,6 +1,7 @@
 """Experts with LoRA on the Hopper kernels against the products of autograd: outputs and every gradient.
 
-On a CPU the interpreter runs the kernels in fp32 with small tiles; on Hopper they run in bf16.
+On a CPU the interpreter runs the kernels in fp32 with small tiles, and twins take those in Gluon; on Hopper they run in
+bf16.
 
 Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width.
 """
@@ -11,15 +12,14 @@ import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import low_rank as kernels
-from foundry_moe_kernels import topology
 from foundry_moe_kernels.launch import INTERPRETED
-from foundry_moe_kernels.tuning import Tile
 
 from foundry_moe.ops import plan_permute
 from foundry_moe.ops.lora import Adapter, Adapters, lora_mlp
 from foundry_moe.ops.unfused import unfused_mlp
 
-pytest.importorskip("triton.tools.tensor_descriptor", reason="Triton before 3.4 has no tensor descriptors")
+if not ep.descriptors.GLUON:
+    pytest.skip("the Hopper kernels need Triton 3.6", allow_module_level=True)
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and ep.descriptors.device_supported(torch.device("cuda"))
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -34,9 +34,9 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     if not CUDA:
-        monkeypatch.setattr(ep, "BLOCK", 32)
-        monkeypatch.setattr(topology, "BLOCK_ROWS", (32, ep.TALL))
-        monkeypatch.setattr(ep.tuning, "tile_of", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
+        from tests.helpers import hopper_twin
+
+        hopper_twin.stand_in(monkeypatch)
         monkeypatch.setattr(kernels, "PROJECT", kernels.ProgramSize(rows=16, columns=16))
         for sizes in ("OUTER", "OUTER_PROJECTED", "PLANES_OUTER"):
             monkeypatch.setattr(kernels, sizes, kernels.ProgramSize(rows=16, columns=32))
