@@ -11,8 +11,8 @@ from composer.loggers import Logger
 
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh, show_model
 from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
-from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
-from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles, check_loaded, tie_weights
+from foundry_moe.algorithms.parameter_rules import apply_rules
+from foundry_moe.algorithms.weights_from_files import WeightsFromFiles, check_loaded, tie_weights
 from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, META_NEEDS_MESH, MoEConfig
 from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
@@ -53,10 +53,7 @@ class DMoE(Algorithm):
     def __init__(self, **settings: Any) -> None: ...
 
     def __init__(self, config: MoEConfig | None = None, **settings: Any) -> None:
-        self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
-        self._loaded: bool | None = settings.pop(LOADED, None)  # both from `describe_weights`
-        self._source: str | None = settings.pop(SOURCE, None)
-        self._files = WeightsFromFiles(self._source) if self._source and self._loaded else None
+        self._files: WeightsFromFiles | None = None  # which this algorithm reads, from `Event.INIT` on
         if config is None:
             config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         elif settings or not isinstance(config, MoEConfig):
@@ -84,15 +81,19 @@ class DMoE(Algorithm):
             check_parallelism(state)
             tie_weights(state)
             show_model(state)
-            layers = self._put_experts(state)
-            if self._source and self._files is None:
-                check_loaded(state, self._source)
+            steps = next((found for found in state.algorithms if isinstance(found, GateSteps)), None)
+            if steps is None:
+                state.algorithms.append(steps := GateSteps())
+            steps.beside_dmoe, facts = True, steps.facts
+            if facts.weights_source and facts.weights_loaded:
+                self._files = WeightsFromFiles(facts.weights_source)
+            layers = self._put_experts(state, facts.weights_loaded)
+            if facts.weights_source and self._files is None:
+                check_loaded(state, facts.weights_source)
             if self.config.mesh is None and any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
                 raise UserError(META_NEEDS_MESH)
-            apply_rules(state.model, state.optimizers or (), self._rules)
+            apply_rules(state.model, state.optimizers or (), facts.parameter_rules)
             log_parameter_counts(state, logger, idle=idle_parameters(state.model))
-            if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):
-                state.algorithms.append(GateSteps())
             if self.config.mesh_config is not None:
                 place_on_mesh(state, self.config.mesh_config)
             if self._files is not None:
@@ -110,11 +111,11 @@ class DMoE(Algorithm):
             labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
             state.loss = context.track_scale(state.loss, labels)
 
-    def _put_experts(self, state: State) -> list[MoELayer]:
+    def _put_experts(self, state: State, loaded: bool | None) -> list[MoELayer]:
         """Converts the model, and reports each warning once, not once per layer."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
+            layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=loaded)
         if getattr(state.model, "using_peft", False):  # with model.peft_config
             # Composer's state dict would have peft's tensors alone: no experts, no adapters of experts
             state.model.should_save_peft_only = False  # type: ignore[assignment]

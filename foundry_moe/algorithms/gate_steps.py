@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples, show_model
-from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
+from foundry_moe.algorithms.parameter_rules import check_rules, rules_of
 from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.flops import causal_lm, looked_up_params, num_layers, query_width, training_flops
 from foundry_moe.layers.context import unchanged
@@ -29,7 +30,7 @@ from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_experts, describe_model
 from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.collectives import GateCollectives
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, from_mapping
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,21 @@ _EVENTS = (
 )
 # losses that need sums over the whole batch with `balance_over: batch`
 _NOT_LINEAR = {"balance", "importance", "load"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a model and an optimizer do not show of the run that built them; from LLM Foundry's config transform.
+
+    Attributes:
+        parameter_rules: patterns of `optimizer.disable_grad` and `optimizer.param_groups`.
+        weights_source: folder or name of a Hugging Face model; null for a model of another kind.
+        weights_loaded: false: the weights are fresh; true: `algorithms.dmoe` reads them; null: as the model records.
+    """
+
+    parameter_rules: dict[str, Any] = field(default_factory=dict)
+    weights_source: str | None = None
+    weights_loaded: bool | None = None
 
 
 def progress_of(state: State) -> Progress:
@@ -82,10 +98,9 @@ class GateSteps(Algorithm):
         ValueError: when training begins, for such a checkpoint; names the key and both values.
     """
 
-    def __init__(self, **internal: Any) -> None:
-        self._rules = internal.pop(RULES, None) or {}  # from `pass_rules`
-        if internal:
-            raise UserError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
+    def __init__(self, **facts: Any) -> None:
+        self.facts = from_mapping(RunFacts, facts, "algorithms.dmoe_steps")
+        self.beside_dmoe = False  # set by `algorithms.dmoe`, which puts experts into the model
         self._layers: list[MoELayer] = []  # found once: to walk through a model takes 0.1 ms
         self._before: list[Tensor] = []
         self._rank_tokens: Tensor | None = None  # real tokens of the batch, the mean over ranks
@@ -103,8 +118,8 @@ class GateSteps(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
-            if moe_layers(state.model):
+            if moe_layers(state.model) and not self.beside_dmoe:
+                check_rules(state.model, self.facts.parameter_rules)  # which LLM Foundry has applied to the experts too
                 check_parallelism(state)
                 log_parameter_counts(state, logger)
             show_model(state)
@@ -299,19 +314,22 @@ def _count_ahead(state: State, layers: list[MoELayer]) -> None:
 
 
 def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
-    """LLM Foundry config transform: a model built with dMoE layers, or trained by Muon, gets `algorithms.dmoe_steps`.
+    """LLM Foundry config transform: a run with dMoE layers, or trained by Muon, gets `algorithms.dmoe_steps`.
 
     Every run with experts logs its learning rate, tokens per second, MFU and memory, by Composer's callbacks.
     """
     model, algorithms = config.get("model") or {}, dict(config.get("algorithms") or {})
-    optimizer = config.get("optimizer") or {}
+    converted, built = "dmoe" in algorithms, model.get("name") == "dmoe_causal_lm"
     # Muon looks at the model, also at one without experts
-    if model.get("name") == "dmoe_causal_lm" or (optimizer.get("name") == "muon" and "dmoe" not in algorithms):
-        algorithms.setdefault("dmoe_steps", {})
+    if converted or built or (config.get("optimizer") or {}).get("name") == "muon":
+        facts = describe_weights(config) if converted else {}
+        if (rules := rules_of(config)) and (converted or built):
+            facts["parameter_rules"] = rules
+        algorithms["dmoe_steps"] = {**(algorithms.get("dmoe_steps") or {}), **facts}
         config["algorithms"] = algorithms
-    if {"dmoe", "dmoe_steps"} & algorithms.keys():
+    if "dmoe_steps" in algorithms:
         monitors: dict[str, Any] = {"lr_monitor": {}, "speed_monitor": {"window_size": 10}}
         if torch.cuda.is_available():  # it warns on a CPU
             monitors["memory_monitor"] = {}
         config["callbacks"] = {**monitors, **(config.get("callbacks") or {})}
-    return pass_rules(describe_weights(config))
+    return config

@@ -16,24 +16,17 @@ from torch.optim import Optimizer
 from foundry_moe.schema import UserError, nearest
 
 KEYS = ("disable_grad", "param_groups")
-RULES = "parameter_rules"  # internal key of algorithms.dmoe and algorithms.dmoe_steps
 
 
-def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: copies the optimizer's rules to the algorithm that adds the experts."""
+def rules_of(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The patterns of a run's optimizer by key; empty without a rule."""
     optimizer = config.get("optimizer") or {}
-    rules = {key: optimizer[key] for key in KEYS if optimizer.get(key)}
-    algorithms = config.get("algorithms") or {}
-    name = "dmoe" if "dmoe" in algorithms else "dmoe_steps"
-    if not rules or (name == "dmoe_steps" and (config.get("model") or {}).get("name") != "dmoe_causal_lm"):
-        return config
-    frozen = rules.get("disable_grad", [])
-    copied = {
+    frozen = optimizer.get("disable_grad") or []
+    found = {
         "disable_grad": [frozen] if isinstance(frozen, str) else list(frozen),
-        "param_groups": [group["param_str_match"] for group in rules.get("param_groups", ())],
+        "param_groups": [group["param_str_match"] for group in optimizer.get("param_groups") or ()],
     }
-    config["algorithms"] = {**algorithms, name: {**(algorithms.get(name) or {}), RULES: copied}}
-    return config
+    return {key: patterns for key, patterns in found.items() if patterns}
 
 
 def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:

@@ -7,7 +7,6 @@ checkpoint is loaded, so that no process holds the whole model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,31 @@ from foundry_moe.models.pretrained import (
     safetensors_in,
 )
 
-LOADED, SOURCE = "weights_loaded", "weights_source"  # internal keys of algorithms.dmoe
-
 
 def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: records facts on a Hugging Face model's weights that the built model does not show.
+    """Part of a config transform: facts on a Hugging Face model's weights that the built model does not show.
 
     They may be fresh (`model.pretrained: false`); `algorithms.dmoe` reads them, on several processes; or it checks that
     LLM Foundry had all of them to read, since transformers draws what a folder lacks.
 
+    Returns:
+        Keys of `RunFacts`.
+
     Raises:
         ValueError: a file that LLM Foundry would read is missing, truncated or not safetensors.
     """
-    model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
-    if not isinstance(algorithms.get("dmoe"), Mapping):
-        return config
-    keys: dict[str, Any] = {}
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    model = config.get("model") or {}
     if not model.get("pretrained", True):
-        keys = {LOADED: False}
-    elif model.get("name") == "hf_causal_lm":
-        source = str(model.get("pretrained_model_name_or_path"))
-        keys = {SOURCE: source}
-        if model.get("init_device") == "meta" and several:
-            keys[LOADED] = True
-            config["model"] = {**model, "pretrained": False}
-        elif Path(source).is_dir():
-            local_files(source)
-    config["algorithms"] = {**algorithms, "dmoe": {**keys, **algorithms["dmoe"]}}
-    return config
+        return {"weights_loaded": False}
+    if model.get("name") != "hf_causal_lm":
+        return {}
+    source = str(model.get("pretrained_model_name_or_path"))
+    if model.get("init_device") == "meta" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        config["model"] = {**model, "pretrained": False}
+        return {"weights_source": source, "weights_loaded": True}
+    if Path(source).is_dir():
+        local_files(source)
+    return {"weights_source": source}
 
 
 def tie_weights(state: State) -> None:

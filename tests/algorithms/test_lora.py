@@ -10,7 +10,7 @@ from llmfoundry.utils.builders import build_optimizer
 from safetensors.torch import save_file
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.gate_steps import add_steps_algorithm
+from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
 from tests.helpers.pages import blocks
 from tests.helpers.training import MOE, fit, llama, mpt
 
@@ -52,7 +52,8 @@ def test_the_rule_of_the_page_trains_adapters_alone():
     model = llama()
     keys = {key: value for key, value in config["optimizer"].items() if key != "name"}
     optimizer = build_optimizer(model, "decoupled_adamw", keys)
-    fit(model, algorithms=[DMoE(**algorithms["dmoe"])], optimizer=optimizer, duration="1ba")
+    both = [DMoE(**algorithms["dmoe"]), GateSteps(**algorithms["dmoe_steps"])]
+    fit(model, algorithms=both, optimizer=optimizer, duration="1ba")
     assert {name for name, p in model.named_parameters() if p.requires_grad} == adapters(model)
 
 

@@ -28,7 +28,7 @@ def train(optimizer: dict[str, Any], *, built: bool = False) -> Any:
     model = mpt() if built else llama()
     keys = copy.deepcopy(config["optimizer"])
     made = build_optimizer(model, keys.pop("name"), keys)
-    kinds = [GateSteps(**algorithms["dmoe_steps"])] if built else [DMoE(**algorithms["dmoe"])]
+    kinds = [*([] if built else [DMoE(**algorithms["dmoe"])]), GateSteps(**algorithms["dmoe_steps"])]
     trainer = Trainer(model=model, optimizers=made, algorithms=kinds, device="cpu", progress_bar=False)
     return trainer.state
 
@@ -90,7 +90,8 @@ def test_a_model_built_with_experts_keeps_llm_foundrys_groups() -> None:
 
 def test_a_run_that_loads_nothing_says_so_to_the_algorithm() -> None:
     run = {"model": {"name": "hf_causal_lm", "pretrained": False}, "algorithms": {"dmoe": dict(MOE)}}
-    assert DMoE(**add_steps_algorithm(run)["algorithms"]["dmoe"])._loaded is False
+    assert GateSteps(**add_steps_algorithm(run)["algorithms"]["dmoe_steps"]).facts.weights_loaded is False
     run["model"] = {"name": "hf_causal_lm"}
     run["algorithms"] = {"dmoe": dict(MOE)}
-    assert DMoE(**add_steps_algorithm(run)["algorithms"]["dmoe"])._loaded is None
+    assert GateSteps(**add_steps_algorithm(run)["algorithms"]["dmoe_steps"]).facts.weights_loaded is None
+    assert run["algorithms"]["dmoe"] == MOE, "the user's mapping has the user's keys alone"

@@ -20,7 +20,7 @@ def build(folder: str, moe: dict[str, Any], mesh: dict[str, int], **more: Any) -
     from llmfoundry.models.hf import ComposerHFCausalLM
 
     from foundry_moe.algorithms.dmoe import DMoE
-    from foundry_moe.algorithms.gate_steps import add_steps_algorithm
+    from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
 
     run = {
         "model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": folder, "init_device": "meta"},
@@ -31,7 +31,7 @@ def build(folder: str, moe: dict[str, Any], mesh: dict[str, int], **more: Any) -
     model = ComposerHFCausalLM(tokenizer=None, use_train_metrics=False, **keys)  # type: ignore[arg-type]
     return Trainer(
         model=model,
-        algorithms=[DMoE(**run["algorithms"]["dmoe"])],
+        algorithms=[DMoE(**run["algorithms"]["dmoe"]), GateSteps(**run["algorithms"]["dmoe_steps"])],
         parallelism_config={"fsdp": {}},
         device="cpu",
         progress_bar=False,

@@ -122,19 +122,19 @@ def test_a_run_on_one_process_loads_as_llm_foundry_does(monkeypatch: pytest.Monk
     }
     monkeypatch.setenv("WORLD_SIZE", "1")
     kept = add_steps_algorithm({key: dict(value) for key, value in run.items()})
-    assert kept["model"] == run["model"] and "weights_loaded" not in kept["algorithms"]["dmoe"]
+    assert kept["model"] == run["model"] and "weights_loaded" not in kept["algorithms"]["dmoe_steps"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     changed = add_steps_algorithm({key: dict(value) for key, value in run.items()})
-    assert changed["model"]["pretrained"] is False and changed["algorithms"]["dmoe"]["weights_loaded"] is True
+    assert changed["model"]["pretrained"] is False and changed["algorithms"]["dmoe_steps"]["weights_loaded"] is True
 
 
 def described(folder: Path, init_device: str) -> dict[str, Any]:
-    """The keys of algorithms.dmoe that a run of this folder gets."""
+    """The keys of algorithms.dmoe_steps that a run of this folder gets."""
     from foundry_moe.algorithms.gate_steps import add_steps_algorithm
 
     model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(folder), "init_device": init_device}
     run = {"model": model, "algorithms": {"dmoe": moe_of("mixtral")}}
-    return add_steps_algorithm(run)["algorithms"]["dmoe"]
+    return add_steps_algorithm(run)["algorithms"]["dmoe_steps"]
 
 
 def test_missing_weights_are_refused_where_transformers_would_draw_them(
@@ -145,6 +145,7 @@ def test_missing_weights_are_refused_where_transformers_would_draw_them(
     from safetensors.torch import load_file, save_file
 
     from foundry_moe.algorithms.dmoe import DMoE
+    from foundry_moe.algorithms.gate_steps import GateSteps
 
     good = {name: t for path in folders["mixtral"].glob("*.safetensors") for name, t in load_file(path).items()}
     config = AutoConfig.from_pretrained(folders["mixtral"])
@@ -155,8 +156,8 @@ def test_missing_weights_are_refused_where_transformers_would_draw_them(
         config.save_pretrained(folder)
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         model = HuggingFaceModel(AutoModelForCausalLM.from_pretrained(folder), shift_labels=True)
-        algorithm = DMoE(**described(folder, "cpu"))
-        state = SimpleNamespace(model=model, optimizers=(), fsdp_config=None, tp_config=None, algorithms=[])
+        algorithm, steps = DMoE(**moe_of("mixtral")), GateSteps(**described(folder, "cpu"))
+        state = SimpleNamespace(model=model, optimizers=(), fsdp_config=None, tp_config=None, algorithms=[steps])
         logger = SimpleNamespace(log_hyperparameters=lambda values: None)
         if lacking:
             with pytest.raises(ValueError, match=rf"{folder} has no tensor {lacking}: it is not a whole checkpoint"):
