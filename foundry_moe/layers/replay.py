@@ -23,7 +23,6 @@ class ChoiceRecord:
     """The choices of the forward passes within `record_choices`, one pass after the other."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self._dtype = torch.int16 if layers[0].num_experts <= torch.iinfo(torch.int16).max else torch.int32
         self._taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
     @torch.compiler.disable
@@ -32,11 +31,11 @@ class ChoiceRecord:
         if not in_backward():
             if mask_T is not None:
                 experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
-            self._taken[layer].append((experts_TK.to(self._dtype), weights_TK.detach()))
+            self._taken[layer].append((experts_TK.to(torch.int16), weights_TK.detach()))
 
     @property
     def experts_TLK(self) -> Tensor:
-        """int16, or int32 for more than 32,767 experts; -1 = no choice, as all of a padded token.
+        """int16 (a layer has 4096 experts at most); -1 = no choice, as all of a padded token.
 
         Raises:
             ValueError: nothing was recorded, or not by every layer.

@@ -9,6 +9,7 @@ import torch
 from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.gates import base, dense_to_sparse, gate, gshard, hash, topk
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from tests.helpers.gates import batch, build, context_of
@@ -66,6 +67,12 @@ def test_what_a_gate_draws_differs_by_seed_layer_and_step(settings, top_k):
         )[:, 1:]
     for (one, a), (other, b) in itertools.combinations(outcomes.items(), 2):
         assert not torch.equal(a, b), f"(seed, layer, step) {one} draws as {other}"
+
+
+def test_no_two_purposes_share_a_stream():
+    """Of (seed, layer, step): jitter, noise, second choices and so on of one layer."""
+    purposes = [gate._JITTER, topk._NOISE, gshard._SECOND, dense_to_sparse._GUMBEL, hash._TOKEN, hash._PAIR]
+    assert len({*purposes, base._SHUFFLE}) == 7
 
 
 def test_generators_differ_by_seed_batch_and_rank_alone():

@@ -27,7 +27,7 @@ GATE_KEYS = {
 FEATURES = {
     "biases": {"bias": True},
     "capacity": {"capacity": 0.5},
-    "shared": {"shared_expert_hidden_size": 4},
+    "shared": {"shared_expert_hidden_size": 4, "shared_expert_gate": True},
     "no GLU": {"activation": "gelu"},
     "one expert": {"num_experts": 1, "top_k": 1},
 }
@@ -45,9 +45,13 @@ def loop(layer: MoELayer, x_TD: torch.Tensor, gate: dict, capacity: float | None
     tokens, experts = logits_TE.shape
     room = tokens if capacity is None else capacity_of(capacity, tokens, layer.config.top_k, experts)
     kept_TK = naive_places(experts_TK, experts, room)
-    ffn, rows = layer.experts, []
+    ffn, shared, rows = layer.experts, layer.shared_expert, []
     for t in range(tokens):
-        y_D = torch.zeros_like(x_TD[t]) if layer.shared_expert is None else layer.shared_expert(x_TD[t][None])[0]
+        y_D = torch.zeros_like(x_TD[t])
+        if shared is not None:
+            hidden_F = shared.w1.weight @ x_TD[t]
+            hidden_F = F.gelu(hidden_F) if shared.v1 is None else F.silu(hidden_F) * (shared.v1.weight @ x_TD[t])
+            y_D = (shared.gate.weight @ x_TD[t]).sigmoid() * (shared.w2.weight @ hidden_F)
         for k, e in enumerate(experts_TK[t].tolist()):
             if not kept_TK[t, k]:
                 continue

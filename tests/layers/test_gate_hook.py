@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,25 +22,29 @@ CONFIG = MoEConfig(
 )
 
 
-def backward(layer: MoELayer, tokens: int) -> None:
+def backward(layer: nn.Module, tokens: int) -> None:
     layer(torch.randn(tokens, 8)).square().mean().backward()
 
 
 def test_each_step_passes_the_loads_of_all_its_microbatches_and_counts_a_batch():
     torch.manual_seed(0)
     layer = MoELayer(8, CONFIG)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    frozen = MoELayer(8, replace(CONFIG, freeze=("gate",)), context=layer.context)
+    model = nn.Sequential(frozen, layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     layer.gate.after_step = lambda counts_E, progress: seen.append((int(counts_E.sum()), progress.ba))
-    handle = step_gates_after(optimizer, layer)
+    frozen.gate.after_step = lambda *_: pytest.fail("a frozen gate keeps its bias")
+    layer.context.sum_over_ranks = lambda counts_E: 3 * counts_E
+    handle = step_gates_after(optimizer, model)
     assert batch_context(layer).progress == Progress()
     for reset in (False, True, False):
         for tokens in (5, 3):
-            backward(layer, tokens)
+            backward(model, tokens)
         optimizer.step()
         if reset:  # as a loop that prints the loads of each step does
             layer.statistics.reset()
-    assert seen == [(8, 1), (8, 2), (8, 3)]
+    assert seen == [(24, 1), (24, 2), (24, 3)]  # of three ranks
     handle.remove()
     optimizer.step()
     assert len(seen) == 3 and batch_context(layer).progress == Progress(ba=3)

@@ -1,5 +1,6 @@
 """The layer: what it computes, what it attaches to the graph, and what it counts."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers import init
 from foundry_moe.layers.aux_loss import LoadStatistics
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.softmax_topk import balance
 
@@ -191,7 +193,7 @@ def test_a_layer_made_on_the_meta_device_counts_after_it_has_left_it(compiled):
 def test_residual_projections_are_scaled_down_by_depth():
     layer = MoELayer(
         64,
-        replace(CONFIG, expert_hidden_size=64, init_std=0.3),
+        replace(CONFIG, expert_hidden_size=64, init_std=0.3, shared_expert_hidden_size=64),
         layer_index=0,
         num_layers=8,
         context=BatchContext(),
@@ -200,9 +202,11 @@ def test_residual_projections_are_scaled_down_by_depth():
     # 20,480 draws: the deviation of the sample is within 2% at four sigma
     assert layer.experts.w1_EFD.std().item() == pytest.approx(0.3, rel=0.02)
     assert layer.experts.w2_EDF.std().item() == pytest.approx(0.3 / 4, rel=0.02)
+    for name, std in (("w1", 0.3), ("v1", 0.3), ("w2", 0.3 / 4)):  # 4096 draws: within 4.5%
+        assert getattr(layer.shared_expert, name).weight.std().item() == pytest.approx(std, rel=0.045)
 
 
-WEIGHTS = {"balance": 0.3, "z": 0.05}
+WEIGHTS = {"z": 0.05, "balance": 0.3}  # not in the order in which gates compute them
 
 
 class Block(nn.Module):
@@ -233,6 +237,7 @@ def test_auxiliary_losses_count_exactly_once(mode, microbatches):
     """As a trainer does it: each microbatch's loss is scaled by its share, after the model has returned it."""
     context = BatchContext()
     layer = build(replace(CONFIG, loss=WEIGHTS), context)
+    layer.measure_gate()
     block = Block(layer, mode)
     batches = torch.randn(microbatches, 8, 6, dtype=torch.float64)
     for x_TD in batches:
@@ -244,8 +249,13 @@ def test_auxiliary_losses_count_exactly_once(mode, microbatches):
     total = sum((x + plain(x)).square().mean() + explicit_loss(plain, x) for x in batches.detach()) / microbatches
     total.backward()
     torch.testing.assert_close(ours, plain.gate.weight_ED.grad)
-    assert layer.statistics.scale_1.item() == pytest.approx(1)
-    assert layer.statistics.counts_E.sum() == microbatches * 8 * 2
+    statistics = layer.statistics
+    assert statistics.scale_1.item() == pytest.approx(1)
+    assert statistics.counts_E.sum() == microbatches * 8 * 2
+    means = dict(zip(statistics.names, statistics.losses_L.tolist(), strict=True))
+    logits_TE = (batches.detach().flatten(0, 1) @ plain.gate.weight_ED.T).detach()  # equal microbatches
+    assert means["z"] == pytest.approx(logits_TE.logsumexp(-1).square().mean().item(), rel=1e-6)
+    assert means["gate_entropy"] == pytest.approx(gate_entropy(logits_TE).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -277,18 +287,25 @@ def test_evaluation_and_inference_neither_count_nor_attach():
     assert layer.statistics.scale_1.item() == 0 and layer.statistics.counts_E.sum() == 0
 
 
-def test_padding_takes_part_in_neither_loss_nor_statistics():
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("loss", [{"balance": 0.3}, {}], ids=["balance", "no-losses"])
+def test_padding_takes_part_in_neither_loss_nor_statistics(loss, score):
     context = BatchContext()
-    layer = build(replace(CONFIG, loss={"balance": 1.0}), context)
+    layer = build(replace(CONFIG, loss=loss, gate={"name": "topk", "score": score}), context)
+    layer.measure_gate()
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     mask_BS = torch.tensor([[True, True, False, False], [True, True, True, False]])
     context.set_tokens(None, mask_BS)
     layer(x).sum().backward()
-    assert layer.statistics.counts_E.sum() == 5 * 2
     real_TD = x.reshape(-1, 6)[mask_BS.flatten()]
-    probs_TE = (real_TD @ layer.gate.weight_ED.T).softmax(-1)
+    logits_TE = real_TD @ layer.gate.weight_ED.T
+    probs_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
+    probs_TE = probs_TE / probs_TE.sum(-1, keepdim=True)
     counts_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=5)
-    assert layer.statistics.losses_L.item() == pytest.approx(balance(probs_TE.mean(0), counts_E).item(), rel=1e-6)
+    assert torch.equal(layer.statistics.counts_E, counts_E)
+    expected = [balance(probs_TE.mean(0), counts_E).item()] if loss else []
+    expected.append(torch.special.entr(probs_TE).sum(-1).mean().item() / math.log(5))
+    assert layer.statistics.losses_L.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_loss_that_the_gate_lacks_is_refused_with_the_nearest():

@@ -69,10 +69,12 @@ def same(found, expected):
 
 
 def looped(layer, x_TD, experts_TK):
-    """The layer's output, token by token, for a softmax gate with normalised weights."""
+    """The layer's output, token by token, for a topk gate with normalised weights."""
     rows, experts = [], layer.experts
+    sigmoid = layer.gate.config.score == "sigmoid"
     for x_D, chosen_K in zip(x_TD, experts_TK.tolist(), strict=True):
-        probs_E, y_D = (layer.gate.weight_ED @ x_D).softmax(-1), torch.zeros_like(x_D)
+        logits_E, y_D = layer.gate.weight_ED @ x_D, torch.zeros_like(x_D)
+        probs_E = logits_E.sigmoid() if sigmoid else logits_E.softmax(-1)
         chosen = [e for e in chosen_K if e >= 0]
         for e in chosen:
             h_F = nn.functional.silu(experts.w1_EFD[e] @ x_D) * (experts.v1_EFD[e] @ x_D)
@@ -81,9 +83,9 @@ def looped(layer, x_TD, experts_TK):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_choices_from_outside_are_those_of_a_loop(dtype):
-    model, ids = Model(loss={}), batch()
+@pytest.mark.parametrize(("dtype", "score"), [(torch.int16, "softmax"), (torch.int32, "sigmoid")])
+def test_choices_from_outside_are_those_of_a_loop(dtype, score):
+    model, ids = Model({"name": "topk", "score": score}, loss={}), batch()
     choices = torch.stack([torch.rand(32, 2, EXPERTS).argsort(-1)[..., 0], torch.randint(EXPERTS, (32, 2))], -1)
     choices[..., 1] = (choices[..., 0] + 1 + choices[..., 1] % (EXPERTS - 1)) % EXPERTS
     choices[5:8], choices[9, 0, 1] = -1, -1
@@ -105,6 +107,8 @@ def test_replaying_its_own_choices_changes_no_number_and_others_are_kept(gate, t
     keys = {"loss": {}} if gate["name"] in ("base", "hash") else {}
     if gate.get("noise"):
         keys["loss"] = {"balance": 0.1, "z": 0.1, "importance": 0.1, "load": 0.1}
+    if gate["name"] == "hierarchical":
+        keys["loss"] = {"balance": 0.1, "alignment": 0.1}
     with pytest.warns(UserWarning) if gate["name"] == "expert_choice" else torch.enable_grad():
         model = Model(gate, top_k, **keys)
     ids = batch()
@@ -116,6 +120,7 @@ def test_replaying_its_own_choices_changes_no_number_and_others_are_kept(gate, t
         y = model(ids)
     expected, counts = gradients(model, y), model.layers[1].statistics.counts_E.clone()
     assert choices.experts_TLK.shape == (32, 2, top_k) and choices.experts_TLK.dtype == torch.int16
+    assert not choices.weights_TLK.requires_grad
     with record_choices(model) as again, replay_choices(model, choices):
         replayed = model(ids)
     assert torch.equal(again.experts_TLK, choices.experts_TLK)
@@ -223,6 +228,16 @@ def test_wrong_choices_are_refused_in_a_sentence(choices, message):
     with pytest.raises(ValueError, match=message), replay_choices(model, choices):
         model(batch())
     assert model.layers[0].context.replay is None
+
+
+def test_an_outer_record_and_replay_continue_after_an_inner_one():
+    model, outside, inside = Model(), torch.cat([GOOD, GOOD + 1]), GOOD + 2
+    with record_choices(model) as outer, replay_choices(model, outside):
+        model(batch())
+        with record_choices(model) as inner, replay_choices(model, inside):
+            model(batch())
+        model(batch())
+    assert torch.equal(inner.experts_TLK, inside) and torch.equal(outer.experts_TLK, outside)
 
 
 def test_other_misuses_are_refused_in_a_sentence():

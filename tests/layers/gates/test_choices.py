@@ -1,13 +1,17 @@
 """Each gate against its paper, token by token, in fp64."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 import torch
 
+from foundry_moe.layers.gates import dense_to_sparse
 from foundry_moe.layers.gates.hash import balance_by_frequency
+from foundry_moe.layers.losses import alignment_loss, chosen_with_new_noise, variation_squared
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.ops import noise
 from tests.helpers.gates import WIDTH, batch, build, context_of
 
 pytestmark = pytest.mark.quick
@@ -27,12 +31,13 @@ def test_switch_weighs_by_the_probability_itself():
 
 
 def test_switch_jitter_stays_in_its_bounds_and_off_in_evaluation():
-    gate = build({"name": "switch", "jitter": 0.3}, 1)
+    gate = build({"name": "switch", "jitter": {"start": 0.0, "end": 0.3, "until": "4ba"}}, 1)
     with torch.no_grad():
         gate.weight_ED.zero_()[0] = 1.0  # the logit of expert 0 is the sum of the inputs
     ids_BS, _ = batch(sequences=64, positions=32)
     x_TD = torch.ones(ids_BS.numel(), WIDTH, dtype=torch.float64)
-    jittered = gate.train()(x_TD, context_of(ids_BS)).logits_TE[:, 0] / WIDTH
+    assert (gate.train()(x_TD, context_of(ids_BS)).logits_TE[:, 0] == WIDTH).all()
+    jittered = gate(x_TD, context_of(ids_BS, step=4)).logits_TE[:, 0] / WIDTH
     assert (jittered - 1).abs().max() <= 0.3 and jittered.unique().numel() > 0.9 * jittered.numel()
     # the mean of 6 draws of U[0.7, 1.3] has deviation 0.3 / sqrt(18); 2048 tokens
     assert jittered.mean().item() == pytest.approx(1.0, abs=0.01)
@@ -78,6 +83,8 @@ def test_ktop1_takes_the_best_of_each_prototype():
             p_M = logits_TE[t, 4 * k : 4 * k + 4].softmax(0)
             assert choices.experts_TK[t, k] == 4 * k + p_M.argmax()
             torch.testing.assert_close(choices.weights_TK[t, k], p_M.max())
+    z = sum(logits_TE[:, 4 * k : 4 * k + 4].logsumexp(-1).square().mean() for k in range(2))
+    torch.testing.assert_close(choices.losses["z"], z)
 
 
 def test_hierarchical_chooses_inside_the_group_with_most_probability():
@@ -91,6 +98,9 @@ def test_hierarchical_chooses_inside_the_group_with_most_probability():
         inside = sorted(range(2 * group, 2 * group + 2), key=lambda e, t=t: -probs_TE[t, e].item())
         assert choices.experts_TK[t].tolist() == inside
         torch.testing.assert_close(choices.weights_TK[t], probs_TE[t, inside])
+    inside_TE = torch.arange(8) // 2 == choices.experts_TK[:, :1] // 2
+    expected = alignment_loss(probs_TE, inside_TE, choices.weights_TK.amin(-1))
+    torch.testing.assert_close(choices.losses["alignment"], expected)
 
 
 def test_expert_choice_fills_each_expert_with_its_best_tokens():
@@ -133,10 +143,12 @@ def test_dense_to_sparse_weighs_by_the_gumbel_softmax():
     gate = build({"name": "dense_to_sparse", "temperature": 0.7, "threshold": 0.0}, 1).train()
     ids_BS, x_TD = batch()
     choices = gate(x_TD, context_of(ids_BS))
-    # threshold 0: all experts, and all of the distribution; without noise it would be the softmax itself
-    torch.testing.assert_close(choices.weights_TK.sum(-1), torch.ones(32, dtype=torch.float64))
-    plain_TE = ((x_TD @ gate.weight_ED.T) / 0.7).softmax(-1).gather(1, choices.experts_TK)
-    assert not torch.allclose(choices.weights_TK, plain_TE)
+    # threshold 0: all experts, and all of the distribution
+    context = context_of(ids_BS)
+    keys_T = context.token_keys(32, x_TD.device)
+    noisy_TE = x_TD @ gate.weight_ED.T + noise.gumbel(keys_T, 8, context.stream(dense_to_sparse._GUMBEL)).double()
+    expected_TK = (noisy_TE / 0.7).softmax(-1).gather(1, choices.experts_TK)
+    torch.testing.assert_close(choices.weights_TK, expected_TK)
     other = gate(x_TD, context_of(ids_BS, step=1))
     assert not torch.equal(choices.experts_TK, other.experts_TK), "noise must be new at each step"
 
@@ -150,6 +162,20 @@ def test_dense_to_sparse_takes_the_best_of_those_above_the_threshold_where_their
     assert torch.equal(bounded.experts_TK, free.experts_TK[:, :3])
     torch.testing.assert_close(bounded.weights_TK, free.weights_TK[:, :3])
     assert (bounded.experts_TK < 0).any() and bounded.losses["balance"] != free.losses["balance"]
+    best = build({**settings, "threshold": 0.9}, 1).train()(x_TD, context_of(ids_BS))
+    assert torch.equal(best.experts_TK, free.experts_TK[:, :1]), "the best one in any case"
+
+
+@pytest.mark.filterwarnings("ignore:gate expert_choice")
+@pytest.mark.parametrize("settings", [{"name": "dense_to_sparse", "threshold": 0.2}, {"name": "expert_choice"}])
+def test_ranks_agree_on_the_columns_of_choices(settings):
+    gate = build(settings, 1).train()
+    ids_BS, x_TD = batch()
+    alone = gate(x_TD, context_of(ids_BS, losses=frozenset()))
+    wider = gate(x_TD, context_of(ids_BS, losses=frozenset(), max_over_ranks=lambda most: torch.full_like(most, 8)))
+    columns = alone.experts_TK.shape[1]
+    assert columns < 8 and torch.equal(wider.experts_TK[:, :columns], alone.experts_TK)
+    assert (wider.experts_TK[:, columns:] == -1).all() and wider.rows == alone.rows
 
 
 def test_topk_adds_shazeers_noise_in_training_alone():
@@ -168,6 +194,17 @@ def test_topk_adds_shazeers_noise_in_training_alone():
     assert standard_TE.std().item() == pytest.approx(1.0, abs=5 / math.sqrt(2 * 32_000))
     evaluated = gate.eval()(x_TD, context_of(ids_BS, training=False)).logits_TE
     torch.testing.assert_close(evaluated, clean_TE)
+
+
+def test_load_is_of_the_clean_logits_among_noisy_ones():
+    gate = build({"name": "topk", "noise": True}, 2).train()
+    with torch.no_grad():
+        gate.weight_noise_ED.normal_(0, 0.3)
+    ids_BS, x_TD = batch()
+    choices = gate(x_TD, context_of(ids_BS))
+    deviation_TE = torch.nn.functional.softplus(x_TD @ gate.weight_noise_ED.T)
+    chances_TE = chosen_with_new_noise(x_TD @ gate.weight_ED.T, choices.logits_TE, deviation_TE, 2)
+    torch.testing.assert_close(choices.losses["load"], variation_squared(chances_TE))
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -198,11 +235,12 @@ def test_bias_has_a_say_in_the_choice_and_not_in_the_weight():
 
 def test_bias_moves_towards_the_mean_load_by_its_step():
     """E does not divide the sum: experts above and below the mean move, for every rounding of the mean."""
-    gate = build({"name": "topk", "bias_balance": True, "bias_step": 0.25}, 2)
+    bias_step = {"start": 0.0, "end": 0.5, "until": "2ba"}
+    gate = build({"name": "topk", "bias_balance": True, "bias_step": bias_step}, 2)
     gate.after_step(torch.tensor([4, 4, 4, 4, 4, 4, 4, 5]), Progress(ba=1))
     assert gate.bias_E.tolist() == [0.25] * 7 + [-0.25]
     gate.after_step(torch.tensor([2, 2, 2, 2, 2, 2, 0, 4]), Progress(ba=2))
-    assert gate.bias_E.tolist() == [0.25] * 6 + [0.5, -0.5]
+    assert gate.bias_E.tolist() == [0.25] * 6 + [0.75, -0.75]
 
 
 def test_bias_balances_a_lopsided_gate():
@@ -254,6 +292,8 @@ def test_hash_depends_on_what_its_table_says(table):
     assert torch.bincount(first_BS.flatten(), minlength=8).sub(80).abs().max() < 45
     other_BS = gate(x_TD, context_of(ids_BS, layer=2)).experts_TK.view(20, 32)
     assert (first_BS != other_BS).float().mean() > 0.5
+    context = dataclasses.replace(context_of(ids_BS), seed=6)
+    assert (first_BS != gate(x_TD, context).experts_TK.view(20, 32)).float().mean() > 0.5
 
 
 def test_balanced_table_puts_the_most_frequent_into_the_emptiest():
@@ -271,8 +311,12 @@ def test_balanced_table_evens_out_what_a_random_one_does_not(tmp_path):
     # the most frequent id alone is 1.18 of the mean load
     assert load_E.max() / load_E.mean() < 1.2 and load_E[1:].max() / load_E.mean() < 1.01
     assert "table_V" in gate.state_dict()
-    beyond = gate(torch.randn(2, WIDTH), context_of(torch.tensor([[500, 9_999]]))).experts_TK
+    beyond = gate(torch.randn(4, WIDTH), context_of(torch.tensor([[500, 502, 503, 9_999]]))).experts_TK
     assert ((beyond >= 0) & (beyond < 8)).all()
+    table_V = gate.table_V.clone()
+    gate.table_V.fill_(77)  # as `to_empty` leaves it
+    gate.reset_parameters(seed=3, layer=1, std=0.7)
+    assert torch.equal(gate.table_V, table_V)
 
 
 def test_ties_go_to_the_lower_expert():
@@ -316,6 +360,8 @@ def test_ties_go_to_the_lower_expert():
             r"the schedule ends \(until: 10ba\) before it starts \(after: 20ba\)",
         ),
         ({"name": "topk", "jitter": {"start": 0.1, "end": 2, "until": "5ba"}}, 2, "below 1"),
+        ({"name": "topk", "jitter": {"start": 2, "end": 0.1, "until": "5ba"}}, 2, "below 1"),
+        ({"name": "topk", "bias_step": {"start": 0.1, "end": -0.1, "until": "5ba"}}, 2, "must be 0 or more"),
         ({"name": "topk", "bias_step": -1}, 2, "must be 0 or more"),
         ({"name": "topk", "bias_step": 0.01}, 2, r"bias_step \(0.01\) has no effect without gate.bias_balance"),
     ],
@@ -338,9 +384,12 @@ def test_a_gate_that_follows_time_refuses_to_stand_still():
     for settings, top_k in [
         ({"name": "topk", "bias_balance": True}, 2),
         ({"name": "dense_to_sparse"}, 1),
+        ({"name": "dense_to_sparse", "temperature": 1.0, "hard_after": "9ba"}, 1),
         ({"name": "switch", "jitter": {"start": 0.1, "end": 0.0, "until": "5ba"}}, 1),
+        ({"name": "topk", "jitter": {"start": 0.0, "end": 0.1, "until": "5ba"}}, 1),
     ]:
         gate = build(settings, top_k)
+        assert gate.follows_time
         with pytest.raises(ValueError, match="add `dmoe_steps"):
             gate(x_TD, context_of(ids_BS, progress=None))
         gate.eval()(x_TD, context_of(ids_BS, training=False, progress=None))

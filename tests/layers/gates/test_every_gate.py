@@ -100,6 +100,51 @@ def test_padding_takes_part_in_no_loss(settings, top_k):
         torch.testing.assert_close(value, losses[name])
 
 
+@pytest.mark.quick
+@every_gate
+def test_losses_of_parts_with_sums_over_all_are_those_of_the_whole(settings, top_k):
+    """Ranks or microbatches with different numbers of tokens, weighed by these, in values and gradients."""
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch()
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[0, 5:] = 0
+    parts = [slice(0, 1), slice(1, 4)]
+    for name in wanted(gate) & {"balance", "importance", "load"}:
+
+        def loss(rows, sum_over_ranks, name=name):
+            context = context_of(
+                ids_BS[rows], mask_BS[rows], losses=frozenset({name}), balance_over="microbatch",
+                sum_over_ranks=sum_over_ranks,
+            )  # fmt: skip
+            return gate(x_TD.view(4, 8, -1)[rows].flatten(0, 1), context).losses[name]
+
+        whole, sums = loss(slice(None), lambda total: total), []
+        for rows in parts:
+            loss(rows, lambda total, sums=sums: sums.append(total) or total)
+        weighed = [mask_BS[rows].sum() / mask_BS.sum() * loss(rows, lambda _, sums=sums: sum(sums)) for rows in parts]
+        torch.testing.assert_close(sum(weighed), whole)
+        (expected,) = torch.autograd.grad(whole, gate.weight_ED)
+        torch.testing.assert_close(torch.autograd.grad(sum(weighed), gate.weight_ED)[0], expected)
+
+
+BY_TOKENS_ALONE = [
+    ({"name": "topk"}, True),
+    ({"name": "topk", "score": "sigmoid", "bias_balance": True}, True),
+    ({"name": "topk", "noise": True}, False),
+    ({"name": "topk", "jitter": 0.1}, False),
+    ({"name": "topk", "jitter": {"start": 0.0, "end": 0.1, "until": "5ba"}}, False),
+    ({"name": "gshard"}, False),
+    ({"name": "hash"}, False),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("settings", "alone"), BY_TOKENS_ALONE)
+def test_a_gate_says_whether_choices_depend_on_tokens_alone(settings, alone):
+    """Compiled blocks of several layers would otherwise share the numbers of one layer or batch."""
+    assert build(settings, 1 if settings["name"] == "hash" else 2).chooses_by_tokens_alone == alone
+
+
 @every_gate
 def test_weights_pass_their_gradient_to_the_gate(settings, top_k):
     if settings["name"] == "hash":
