@@ -144,6 +144,15 @@ def test_a_factor_scales_gradients_and_a_copied_state_continues() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), resumed.parameters(), strict=True))
 
 
+def test_a_frozen_matrix_with_a_gradient_of_before_stays() -> None:
+    model = Model()
+    before = model.wide.weight.detach().clone()
+    model.wide.weight.requires_grad_(False)
+    optimizer = Muon(model.parameters(), model=model, lr=LR, weight_decay=LR * DECAY)
+    step(model, optimizer, 0)
+    assert torch.equal(model.wide.weight, before) and not optimizer.state[model.wide.weight]
+
+
 def test_groups_have_rates_of_their_own() -> None:
     model = Model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -175,7 +184,7 @@ class WithPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.positions, self.embed = nn.Embedding(64, 8), nn.Embedding(32, 8)
-        self.conv, self.up = nn.Conv1d(8, 8, 4), nn.Linear(8, 64)
+        self.conv, self.up, self.score = nn.Conv1d(8, 8, 4), nn.Linear(8, 64), nn.Linear(8, 1)
         self.lm_head = nn.Linear(8, 32)
 
     def get_output_embeddings(self) -> nn.Module:

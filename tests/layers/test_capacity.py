@@ -38,6 +38,13 @@ def test_places_are_the_factor_times_the_even_share_rounded_up(factor, tokens, t
     assert capacity_of(factor, tokens, top_k, experts) == slots
 
 
+@pytest.mark.parametrize("mask_T", [None, torch.ones(100, dtype=torch.bool)])
+def test_a_factor_that_binary_numbers_round_up_gives_no_place_more(mask_T):
+    """0.07 * 100 is 7.000000000000001."""
+    kept_TK = drop_beyond_capacity(torch.zeros(100, 1, dtype=torch.long), 1, top_k=1, factor=0.07, mask_T=mask_T)
+    assert (kept_TK >= 0).sum() == 7
+
+
 def naive_places(experts_TK, experts, room):
     """First choices before second ones, earlier tokens before later ones: algorithm 1 of GShard, in a loop."""
     taken = [0] * experts

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.forward_pass import read_mask
 
 pytestmark = pytest.mark.quick
 
@@ -52,6 +53,29 @@ def test_a_note_is_for_one_call_of_the_model_and_outer_modules_complete_inner_on
     model({"input_ids": ids})
     assert seen[0].mask_T.sum() == 5 and torch.equal(seen[0].token_ids_BS, ids)
     assert len(seen) == 2 and seen[1].mask_T is None
+
+
+def test_other_ids_have_no_padding_of_the_pass_around():
+    class Draft(Model):
+        def forward(self, input_ids, attention_mask=None):
+            return self.inner(input_ids + 1)
+
+    context, model = BatchContext(), Draft()
+    model.inner = Model()
+    context.observe(model)
+    seen = []
+    model.inner.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6)))
+    model(torch.arange(6).view(2, 3), attention_mask=torch.zeros(2, 3))
+    assert seen[0].mask_T is None and seen[0].token_ids_BS[0, 0] == 1
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_one_mask_of_four_dimensions_holds_for_all_sequences_and_any_head_counts(positions):
+    ids_BS = torch.zeros(2, positions, dtype=torch.long)
+    mask = torch.ones(1, 2, positions, positions, dtype=torch.bool).tril()
+    mask[:, 0] = False
+    found = read_mask(mask, ids_BS)["mask_BS"]
+    assert found.shape == (2, positions) and found.all()
 
 
 def test_ids_of_another_length_are_left_out():

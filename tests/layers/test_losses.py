@@ -81,6 +81,9 @@ def test_z(logits_TE, mask_T):
     truth = sum(math.log(sum(math.exp(v) for v in logits_TE[t].tolist())) ** 2 for t in real(mask_T))
     assert ours.item() == pytest.approx(truth / max(len(real(mask_T)), 1), rel=1e-12)
     assert gradcheck(lambda x: z_loss(x, mask_T), (logits_TE,))
+    if mask_T is not None:
+        poisoned_TE = logits_TE.masked_fill(~mask_T[:, None], torch.nan)  # padding may hold anything
+        assert torch.equal(z_loss(poisoned_TE, mask_T), ours)
 
 
 @MASKS

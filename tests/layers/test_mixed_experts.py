@@ -7,6 +7,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, MixedExperts
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.optim.matrices import find_matrices
 from foundry_moe.parallel.mesh import check_expert_widths
 
 pytestmark = pytest.mark.quick
@@ -56,6 +57,13 @@ def test_parts_are_drawn_as_slices_of_the_whole():
     for name in ("w1_HD", "w2_HD"):
         mixed.draw_(name, part, range(5, 25), range(6, 12), seed=3, layer=1)
         assert torch.equal(part, mixed.get_parameter(name)[5:25, 6:])
+
+
+def test_a_rank_computes_with_the_widths_of_the_experts_that_it_holds():
+    mixed = MixedExperts(widths=(8, 16, 4, 24), d_model=12, activation="swiglu", num_layers=2)
+    mixed.held = range(1, 3)
+    assert mixed.options()["widths"] == (16, 4)
+    assert find_matrices(mixed)[mixed.w1_HD].blocks == (slice(0, 16), slice(16, 20))  # of its rows
 
 
 def test_a_layer_trains_every_expert():

@@ -85,6 +85,7 @@ def test_gate_computes_in_fp32_in_a_bf16_model_and_under_autocast():
     truth_TE = x_TD.double() @ layer.gate.weight_ED.double().T
     # fp32 has 24 bits; bf16 would be off by 2^-9
     assert (choices.logits_TE - truth_TE).abs().max() < 1e-5 * truth_TE.abs().max()
+    assert layer(x_TD.float()).dtype is torch.bfloat16, "experts cast rows to their dtype"
 
 
 def test_weights_depend_on_seed_layer_and_expert_alone():
@@ -308,9 +309,24 @@ def test_padding_takes_part_in_neither_loss_nor_statistics(loss, score):
     assert layer.statistics.losses_L.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_rows_of_the_input_are_sequences_where_no_ids_are_known():
+    layer = build(replace(CONFIG, loss={"balance": 0.3}, balance_over="sequence"))
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    layer(x).sum().backward()
+    probs_BSE = (x @ layer.gate.weight_ED.T).softmax(-1)
+    counts = [torch.bincount(probs_SE.topk(2).indices.flatten(), minlength=5) for probs_SE in probs_BSE]
+    expected = (
+        sum(balance(probs_SE.mean(0), counts_E) for probs_SE, counts_E in zip(probs_BSE, counts, strict=True)) / 3
+    )
+    assert layer.statistics.losses_L.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_loss_that_the_gate_lacks_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"loss.balanse: gate topk has no such loss; did you mean 'balance'"):
         build(replace(CONFIG, loss={"balanse": 0.1}))
+    with pytest.raises(ValueError, match=r"loss.load needs gate.noise: true and top_k \(5\) below num_experts \(5\)"):
+        build(replace(CONFIG, top_k=5, gate={"name": "topk", "noise": True}, loss={"load": 0.1}))
+    assert build(replace(CONFIG, loss={"balance": 0, "z": 0.1})).wanted_losses == {"z"}
 
 
 @pytest.mark.parametrize(

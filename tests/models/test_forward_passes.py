@@ -205,8 +205,9 @@ def test_padding_is_read_from_a_mask_of_four_dimensions(kind):
     torch.testing.assert_close(take_gradients(model), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_mask_whose_padding_is_unknown_is_refused_where_padding_counts():
-    model = build(**LOSSES)
+@pytest.mark.parametrize("settings", [LOSSES, {"loss": {}, "capacity": 1.0}, {**SETTINGS["jitter"], "loss": {}}])
+def test_a_mask_whose_padding_is_unknown_is_refused_where_padding_counts(settings):
+    model = build(**settings)
     mask = torch.zeros(4, 1, 12, 20, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attention_mask \(\[4, 1, 12, 20\]\) does not tell which tokens are padding"):
         model(input_ids=A["input_ids"], attention_mask=mask)

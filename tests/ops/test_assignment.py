@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from foundry_moe.ops.assignment import assign
+from foundry_moe.ops.assignment import Plain, assign
 
 pytestmark = pytest.mark.quick
 
@@ -72,6 +72,14 @@ def test_loads_differ_by_one_at_most(kind, tokens, experts, rounds):
     scores_TE = torch.zeros(tokens, experts) if kind == "equal" else scores(kind, tokens, experts)
     loads_E = torch.bincount(assign(scores_TE, rounds=rounds), minlength=experts)
     assert loads_E.sum() == tokens and loads_E.max() - loads_E.min() <= 1
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_the_auction_ends_after_its_rounds(rounds, monkeypatch):
+    bid, bids = Plain.bid, []
+    monkeypatch.setattr(Plain, "bid", staticmethod(lambda *a, **k: bids.append(not k["final"]) or bid(*a, **k)))
+    assign(scores("one favourite", 203, 7), rounds=rounds)
+    assert sum(bids) == rounds
 
 
 def test_padding_has_no_expert_and_takes_no_place():

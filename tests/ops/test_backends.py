@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops.backends import _other_chip, describe_backend, why_portable
+from foundry_moe.ops.backends import _other_chip, choose_backend, describe_backend, why_portable
 
 pytestmark = pytest.mark.quick
 
@@ -69,6 +69,14 @@ def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
 def test_what_is_said_is_what_is_chosen():
     """`takes_hopper` calls the same function, which reads the real device when none is given."""
     assert why_portable(torch.device("cpu"), torch.bfloat16, 64, 64) == "there is no GPU"
+    assert why_portable(CUDA, torch.bfloat16, 64, 64, (9, 0)) is None
+    for sizes in ((60, 64), (64, 60)):
+        assert "widths that 8 divides" in why_portable(CUDA, torch.bfloat16, *sizes, (9, 0))
+
+
+def test_auto_never_takes_the_interpreter(monkeypatch):
+    monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", True)
+    assert choose_backend("auto", torch.device("cpu"), torch.float32) == "reference"
 
 
 def test_reference_is_said_with_its_reason():

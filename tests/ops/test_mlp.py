@@ -62,6 +62,7 @@ def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters()
         ({"w2": torch.randn(2, 4, 4)}, r"w2 \(2, 4, 4\) must be \(2, 4, 6\)"),
         ({"v1": torch.randn(2, 6, 5)}, "must have the shape of w1"),
         ({"experts": 3}, "the plan is for 3 experts, the weights for 2"),
+        ({"experts": 1}, "the plan is for 1 experts, the weights for 2"),
         ({"activation": "swish"}, "activation 'swish' is not one of"),
         ({"backend": "grouped"}, "backend grouped needs bf16 on a CUDA device"),
     ],

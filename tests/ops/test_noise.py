@@ -36,6 +36,7 @@ def test_streams_and_tokens_are_independent():
     correlation = 12 * (drawn @ drawn.T) / drawn.shape[1]
     assert (correlation - torch.eye(4).double()).abs().max() < 0.03  # 80,000 draws: eight standard errors
     assert KEYS.unique().numel() > 19_990
+    assert len({noise.stream_of(seed) for seed in (5, 5 + 2**32, -5, 2**63 + 5)}) == 4, "all 64 bits of a seed count"
 
 
 def test_a_tokens_key_depends_on_its_sequence_and_position_alone():
@@ -45,6 +46,8 @@ def test_a_tokens_key_depends_on_its_sequence_and_position_alone():
     ids_BS[2, 3] += 1
     changed_BS = noise.token_keys(ids_BS).view(6, 9) != keys_BS
     assert changed_BS[2].all() and changed_BS.sum() == 9
+    forward_S, swapped_S = noise.token_keys(torch.tensor([[4, 5, 6, 7], [5, 4, 6, 7]])).view(2, 4)
+    assert not (forward_S == swapped_S).any(), "the order of ids counts"
 
 
 def test_normal_and_gumbel_have_their_moments():

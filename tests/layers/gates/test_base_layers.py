@@ -18,6 +18,22 @@ def test_training_assigns_evenly_and_weighs_by_the_sigmoid():
     torch.testing.assert_close(choices.weights_TK, logits_TE.gather(1, choices.experts_TK).sigmoid())
 
 
+def test_tokens_are_shuffled_anew_in_each_layer_and_step_and_experts_taken_back():
+    gate = build({"name": "base"}, 1).train()
+    ids_BS, x_TD = batch(sequences=1, positions=8)  # as many tokens as experts
+    streams = []
+
+    def reverse(rows_TX, stream):
+        streams.append(stream)
+        return rows_TX.flip(0), lambda expert_S: expert_S.flip(0)
+
+    for layer, step in ((1, 0), (1, 1), (2, 0)):
+        choices = gate(x_TD, context_of(ids_BS, layer=layer, step=step, shuffle=reverse))
+    logits_TE = (x_TD @ gate.weight_ED.T).detach()
+    assert torch.equal(choices.experts_TK[:, 0], assign(logits_TE.flip(0)).flip(0))
+    assert len(set(streams)) == 3
+
+
 def test_evaluation_takes_each_tokens_best_expert():
     gate = build({"name": "base"}, 1).eval()
     ids_BS, x_TD = batch(sequences=1, positions=3)  # fewer tokens than experts
