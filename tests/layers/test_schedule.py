@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry_moe.layers.schedule import Progress, parse_duration, parse_schedule
+from foundry_moe.layers.schedule import Progress, parse_duration, parse_schedule, share_of
 
 pytestmark = pytest.mark.quick
 
@@ -42,7 +42,7 @@ def test_a_schedule_goes_from_start_to_end_and_stays(shape, quarter):
     schedule = parse_schedule({"start": 1, "end": 0.5, "after": "10Mtok", "until": "50Mtok", "shape": shape}, "x")
     values = [schedule.at(Progress(tok=m * 10**6)) for m in (0, 10, 20, 50, 80)]
     assert values == pytest.approx([1, 1, quarter, 0.5, 0.5], rel=1e-12)
-    assert parse_duration("50Mtok", "x").share_of(Progress(tok=8 * 10**7)) == 1
+    assert share_of(parse_duration("50Mtok", "x"), Progress(tok=8 * 10**7)) == 1
 
 
 def test_epochs_may_be_parts():
