@@ -89,8 +89,9 @@ def test_choices_from_outside_are_those_of_a_loop(dtype, score):
     choices = torch.stack([torch.rand(32, 2, EXPERTS).argsort(-1)[..., 0], torch.randint(EXPERTS, (32, 2))], -1)
     choices[..., 1] = (choices[..., 0] + 1 + choices[..., 1] % (EXPERTS - 1)) % EXPERTS
     choices[5:8], choices[9, 0, 1] = -1, -1
-    with replay_choices(model, choices.to(dtype)):
+    with record_choices(model) as record, replay_choices(model, choices.to(dtype)):
         ours = model(ids)
+    assert (record.weights_TLK[choices < 0] == 0).all(), "no weight without an expert, and no 0 / 0"
     found = gradients(model, ours)
     x_TD = model.embed(ids.flatten())
     for column, layer in enumerate(model.layers):

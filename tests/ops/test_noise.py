@@ -16,6 +16,7 @@ STREAM = noise.stream_of(17, 3, 100, 1)
 def test_uniform_numbers_pass_a_chi_squared_test():
     u = noise.uniform(KEYS, 8, STREAM).flatten()
     assert u.min() > 0 and u.max() < 1
+    assert noise.uniform(torch.zeros(1, dtype=torch.int32), 1, 0).item() == 2.0**-24, "all bits zero: finite logarithms"
     observed = torch.histc(u, 64, 0, 1).double()
     expected = u.numel() / 64
     # 63 degrees of freedom: mean 63, deviation 11.2; five deviations

@@ -388,7 +388,7 @@ def test_a_gate_that_follows_time_refuses_to_stand_still():
         ({"name": "dense_to_sparse"}, 1),
         ({"name": "dense_to_sparse", "temperature": 1.0, "hard_after": "9ba"}, 1),
         ({"name": "switch", "jitter": {"start": 0.1, "end": 0.0, "until": "5ba"}}, 1),
-        ({"name": "topk", "jitter": {"start": 0.0, "end": 0.1, "until": "5ba"}}, 1),
+        ({"name": "switch", "jitter": {"start": 0.0, "end": 0.1, "until": "5ba"}}, 1),
     ]:
         gate = build(settings, top_k)
         assert gate.follows_time
