@@ -230,10 +230,6 @@ class BatchContext:
         kept[key] = _TWICE if key in kept else result
         return result
 
-    def counts_here(self, balance_over: str) -> bool:
-        """Whether the balance loss is over loads of one microbatch of this process."""
-        return self._sum_for(balance_over, 0, {}, "counts") is unchanged
-
     def _sum_for(
         self, balance_over: str, layer: int, known: Mapping[tuple[int, str], Tensor], of: str
     ) -> Callable[[Tensor], Tensor]:

@@ -148,8 +148,8 @@ class MoELayer(nn.Module):
 
     @property
     def chooses_by_tokens_alone(self) -> bool:
-        """Whether `choose` depends on its tokens only: not on the layer, time, random numbers or other processes."""
-        return self.gate.chooses_by_tokens_alone and self.context.counts_here(self.config.balance_over)
+        """Whether `choose` depends on tokens of one microbatch only: not on the layer, time or random numbers."""
+        return self.gate.chooses_by_tokens_alone and self.config.balance_over != "batch"
 
     @property
     def uses_loads(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +18,13 @@ from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks,
 from tests.helpers.small_training import CASES, build_model, shard_rest
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["one process", "loads are summed"])
-def test_a_gate_is_compiled_with_its_block_where_it_sums_no_loads(alone: bool) -> None:
-    case = CASES[0]
-    assert case.moe["loss"]["balance"] and "balance_over" not in case.moe
+@pytest.mark.parametrize("balance_over", ["rank", "microbatch", "batch"])
+def test_a_gate_is_compiled_with_its_block_where_it_sums_loads_of_one_microbatch(balance_over: str) -> None:
+    case = replace(CASES[0], moe={**CASES[0].moe, "balance_over": balance_over})
+    assert case.moe["loss"]["balance"]
     models = [build_model(case, torch.float64, torch.device("cpu")) for _ in range(2)]
     for model in models:
-        if not alone:
-            batch_context(model).sum_over_ranks = lambda counts_E: 2 * counts_E
+        batch_context(model).sum_over_ranks = lambda counts_E: 2 * counts_E
     chosen: list[str] = []
 
     def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -35,7 +36,7 @@ def test_a_gate_is_compiled_with_its_block_where_it_sums_no_loads(alone: bool) -
     ids_BS = torch.arange(8).view(2, 4)
     for model in models:
         model(ids_BS).sum().backward()
-    assert bool(chosen) == alone
+    assert bool(chosen) == (balance_over != "batch")
     compiled, eager = (model.blocks[0].ffn.gate.weight_ED.grad for model in models)
     torch.testing.assert_close(compiled, eager)
 
