@@ -11,6 +11,7 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Event, State
 from composer.distributed.fsdp2 import create_mixed_precision_policy
+from composer.distributed.fsdp2_utils import generate_composer_model_policy
 from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
 from torch import nn
@@ -23,7 +24,7 @@ from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
+from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
 
 log = logging.getLogger(__name__)
@@ -76,12 +77,20 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         mp_policy=create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision),
         device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
+        blocks=_wrapped_blocks(state.model),
     )
     state.fsdp_config.device_mesh = placement.mesh
     _replace_clipping(state, replicated=placement.plan.replicate > 1)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
+
+
+def _wrapped_blocks(model: Any) -> list[nn.Module]:
+    """The blocks that Composer will wrap."""
+    policy = generate_composer_model_policy(model)
+    wrapped = policy._run_policy(root_module=model, ignored_modules=set(), root_kwargs={})
+    return [block for blocks in block_lists(model) for block in blocks if block in wrapped]
 
 
 def _leave_unwrapped(model: nn.Module) -> None:

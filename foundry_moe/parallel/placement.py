@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def parallelize(
     reshard_after_forward: bool | int = True,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
+    blocks: Iterable[nn.Module] = (),
 ) -> Placement:
     """Divides the experts of every MoE layer over the mesh, and shards them with FSDP2.
 
@@ -75,6 +77,9 @@ def parallelize(
         reshard_after_forward: of the experts, as in `fully_shard`.
         device: of this rank.
         ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
+        blocks: modules that the caller gives to `fully_shard` on `Placement.mesh`. Experts in them that are not divided
+            (`expert` is 1) are left to it, so that one hook gathers a block and its graph is compiled whole. If they
+            are on the meta device, call `experts.param_init_fn(experts)` once they have memory, as Composer does.
 
     Raises:
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
@@ -90,9 +95,16 @@ def parallelize(
     average_on_gloo()
     meshes = build_meshes(plan, device.type)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    within = {module for block in blocks for module in block.modules()} if plan.expert == 1 else set()
     connect(layers.values(), meshes, mesh_config)
     for name, layer in layers.items():
         draw_replicated(layer, device)
+        if layer in within and dimensions[name] == 0 and not layer.sources:
+            layer.experts.param_init_fn = partial(_draw_own, layer, plan)
+            continue
+        # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
+        # call, a compiled block's graph breaks once.
+        layer.compute_experts = torch.compiler.disable(layer.compute_experts)
         place_experts(
             layer,
             meshes,
@@ -143,9 +155,6 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
     everyone = GateCollectives()
     for layer in layers:
         everyone.connect(layer.context)
-        # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
-        # call, a compiled block's graph breaks once.
-        layer.compute_experts = torch.compiler.disable(layer.compute_experts)
         if meshes.plan.expert > 1:
             group = meshes.expert.get_group()
             layer.context.sum_over_group = GateCollectives(group).sum
@@ -261,6 +270,10 @@ def local_weights(experts: nn.Module, plan: MeshPlan) -> LocalWeight | None:
     if plan.expert == 1:
         return None
     return LocalWeight(plan.expert, experts if plan.shard == plan.replicate == 1 else None)
+
+
+def _draw_own(layer: Any, plan: MeshPlan, _: nn.Module) -> None:
+    draw_experts(layer, plan, 0)
 
 
 @torch.no_grad()
