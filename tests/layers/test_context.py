@@ -78,6 +78,19 @@ def test_one_mask_of_four_dimensions_holds_for_all_sequences_and_any_head_counts
     assert found.shape == (2, positions) and found.all()
 
 
+def test_a_backward_pass_that_fails_leaves_nothing_to_the_next():
+    context, model = BatchContext(), Model()
+    context.observe(model)
+    handle = model.embed.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (3 * context.track_scale(model(torch.arange(6).view(2, 3)).sum())).backward()
+    handle.remove()
+    for _ in range(2):
+        context.track_scale(model(torch.arange(6).view(2, 3)).sum()).backward()
+        assert context.for_tokens(6).token_ids_BS is None
+        assert context.loss_scale(torch.device("cpu")) == 1
+
+
 def test_ids_of_another_length_are_left_out():
     context, model = BatchContext(), Model()
     context.observe(model)

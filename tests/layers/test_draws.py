@@ -69,6 +69,16 @@ def test_what_a_gate_draws_differs_by_seed_layer_and_step(settings, top_k):
         assert not torch.equal(a, b), f"(seed, layer, step) {one} draws as {other}"
 
 
+def test_initial_weights_do_not_depend_on_torchs_default_dtype():
+    expected = drawn_matrices(1, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = drawn_matrices(1, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], matrix) for name, matrix in expected.items())
+
+
 def test_no_two_purposes_share_a_stream():
     """Of (seed, layer, step): jitter, noise, second choices and so on of one layer."""
     purposes = [gate._JITTER, topk._NOISE, gshard._SECOND, dense_to_sparse._GUMBEL, hash._TOKEN, hash._PAIR]

@@ -57,6 +57,11 @@ def test_parts_are_drawn_as_slices_of_the_whole():
     for name in ("w1_HD", "w2_HD"):
         mixed.draw_(name, part, range(5, 25), range(6, 12), seed=3, layer=1)
         assert torch.equal(part, mixed.get_parameter(name)[5:25, 6:])
+    alike = Experts(num_experts=4, hidden_size=16, d_model=12, activation="swiglu", num_layers=2)
+    alike.reset_parameters(seed=3, layer=1)
+    part = torch.empty(2, 5, 12)
+    alike.draw_("w1_EFD", part, range(1, 3), range(6, 11), seed=3, layer=1)
+    assert torch.equal(part, alike.w1_EFD[1:3, 6:11])
 
 
 def test_a_rank_computes_with_the_widths_of_the_experts_that_it_holds():

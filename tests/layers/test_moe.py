@@ -86,6 +86,11 @@ def test_gate_computes_in_fp32_in_a_bf16_model_and_under_autocast():
     # fp32 has 24 bits; bf16 would be off by 2^-9
     assert (choices.logits_TE - truth_TE).abs().max() < 1e-5 * truth_TE.abs().max()
     assert layer(x_TD.float()).dtype is torch.bfloat16, "experts cast rows to their dtype"
+    seen = []  # also for gates of other packages, which may not turn autocast off themselves
+    layer.gate.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x_TD)
+    assert seen == [False]
 
 
 def test_weights_depend_on_seed_layer_and_expert_alone():

@@ -60,6 +60,7 @@ def test_a_triton_that_compiles_nothing_for_the_chip_is_refused_with_the_stack_t
 
 def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
     assert "need bf16 or fp16, and this is float32" in describe((9, 0), torch.float32)
+    assert describe((9, 0), hidden=1020).startswith("blocksparse, Hopper kernels")
     assert describe((9, 0), hidden=1020).endswith("; 1020 padded to multiples of 8, by a copy of the weights per pass")
     assert "; 1020, 2047 padded" in describe((8, 0), width=2047, hidden=(512, 1020))
     monkeypatch.setenv("FOUNDRY_MOE_KERNELS", "portable")

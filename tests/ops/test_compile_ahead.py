@@ -21,6 +21,19 @@ def test_loads_stand_for_every_class_of_rows():
 
 
 @pytest.mark.quick
+def test_each_process_of_a_node_runs_every_load_and_begins_with_another(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    begun = set()
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        seen = []
+        ahead.run_all_loads(8, lambda seen=seen: seen.append(tuning.per_expert(48, 8)))
+        assert sorted(seen) == sorted(tuning.all_loads())
+        begun.add(seen[0])
+    assert len(begun) == 4
+
+
+@pytest.mark.quick
 def test_a_pretended_load_decides_the_tile():
     with tuning.pretend(4096, 8):
         assert tuning.is_pretended() and tuning.all_rows(48) == 8 * 4096

@@ -164,6 +164,24 @@ def test_base_weights_are_frozen_and_adapters_trained_in_fp32():
         assert parameter.dtype == (torch.float32 if adapter else torch.bfloat16)
 
 
+def test_factors_have_the_deviation_of_pefts_by_their_inputs():
+    config = replace(CONFIG, expert_hidden_size=128, lora={"r": 8, "alpha": 8})
+    experts = MoELayer(32, config).experts
+    for name, inputs in (("w1_A_EDL", 32), ("v1_A_EDL", 32), ("w2_A_EFL", 128)):
+        found = experts.get_parameter(name).std().item()  # E * 256 draws or more: four standard errors
+        assert found == pytest.approx((3 * inputs) ** -0.5, rel=4 / math.sqrt(2 * E * 256)), name
+
+
+def test_recompute_keeps_less_for_the_backward_pass():
+    kept = {}
+    for memory in ("save", "recompute"):
+        layer, numbers = layer_with(memory=memory), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
+            layer(torch.randn(64, D, dtype=torch.float64))
+        kept[memory] = sum(numbers)
+    assert kept["recompute"] < 0.5 * kept["save"]
+
+
 def test_adapters_start_at_zero_and_do_not_move_other_weights():
     with_lora, without = MoELayer(D, CONFIG), MoELayer(D, replace(CONFIG, lora=None))
     ours, theirs = dict(with_lora.named_parameters()), dict(without.named_parameters())

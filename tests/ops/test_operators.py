@@ -11,7 +11,7 @@ from foundry_moe_kernels.gate_logits import Jitter
 from foundry_moe_kernels.softmax_topk import Rule
 
 from foundry_moe import ops
-from foundry_moe.ops.operators import differentiable, operator
+from foundry_moe.ops.operators import differentiable, operator, take_saved
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, EXPERTS, WIDTH, K = 37, 5, 24, 3
@@ -110,6 +110,20 @@ def _save_scaled(ctx, inputs, output):
 scaled = differentiable(
     _scaled, _save_scaled, lambda ctx, dy: (dy * ctx.saved_tensors[0] * ctx.times, None, dy if ctx.has_more else None)
 )
+
+
+def test_only_a_second_backward_pass_is_told_to_recompute():
+    class Context:
+        @property
+        def saved_tensors(self):
+            raise RuntimeError("modified by an inplace operation")
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        take_saved(Context())  # by somebody else
+    spent = Context()
+    spent.spent = True
+    with pytest.raises(RuntimeError, match="a second backward pass through experts needs `memory: recompute`"):
+        take_saved(spent)
 
 
 def test_an_operator_with_a_record_is_one_node_of_a_graph_with_the_same_gradients():
