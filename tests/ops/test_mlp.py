@@ -1,5 +1,7 @@
 """Every backend against a loop over tokens in fp64; the choice of backend and its errors."""
 
+import math
+
 import pytest
 import torch
 
@@ -36,6 +38,20 @@ def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activ
         torch.autograd.grad(y, inputs, direction), torch.autograd.grad(truth, inputs, direction), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_activations_are_the_formulas_of_their_names():
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    truth = {
+        "silu": x / (1 + (-x).exp()),
+        "gelu": x * torch.special.ndtr(x),
+        "gelu_tanh": x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+        "relu": x.clamp(min=0),
+        "relu2": x.clamp(min=0) ** 2,
+    }
+    assert truth.keys() == POINTWISE.keys()
+    for name, expected in truth.items():
+        torch.testing.assert_close(POINTWISE[name](x), expected)
 
 
 def test_expert_with_no_tokens_gets_zero_gradient():

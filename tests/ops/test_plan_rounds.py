@@ -81,6 +81,11 @@ def test_all_tokens_to_one_rank_need_no_more_rounds_than_its_limit_fits_in_them(
         assert {len(parts) for parts in rounds_of_ranks(choices_of_ranks("all to one"), buffer)} == {count}
 
 
+def test_a_round_has_room_for_all_choices_of_a_token() -> None:
+    """A rank's share of the limit is one choice here, and its token has three."""
+    assert rounds_of_ranks(choices_of_ranks("all to one", tokens=1), 1.0) == [[slice(0, 1)]] * RANKS
+
+
 def test_an_even_load_and_no_tokens_are_one_round() -> None:
     even = choices_of_ranks("random")
     assert not any(rounds_of_ranks(even, 1.5))

@@ -274,6 +274,10 @@ MISTAKES = {
     "transposed_Z has": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z[1:]),
     "columns_Z has an index outside of 0 to 6": lambda s, x: checked(s, columns_Z=s.index.columns_Z + 1),
     "ascending order": lambda s, x: checked(s, columns_Z=s.index.columns_Z.flip(0)),
+    "and column, each once": lambda s, x: checked(
+        Matrix.from_mask(torch.ones(1, 2), block=16), columns_Z=torch.zeros(2, dtype=torch.int32)
+    ),
+    r"size \(0 x 32\)": lambda s, x: Matrix.from_mask(torch.ones(0, 2), block=16),
     "each of the": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z * 0),
     "transposed_rows_Z and": lambda s, x: checked(s, transposed_rows_Z=s.index.transposed_rows_Z.flip(0)),
     "row_offsets_M1 and": lambda s, x: checked(s, row_offsets_M1=s.index.row_offsets_M1.flip(0)),
