@@ -85,7 +85,7 @@ def test_a_frozen_parameter_keeps_its_value_and_a_bf16_one_counts_beyond_256() -
         if not number:
             optimizer.state[parameter]["step"].fill_(256)  # 257 is no number of bf16
     assert (frozen == 1).all() and not optimizer.state[frozen]
-    assert optimizer.state[parameter]["step"] == 257
+    assert optimizer.state[parameter]["step"].item() == 257
 
 
 def test_factor_holds_for_one_step_and_leaves_gradients() -> None:

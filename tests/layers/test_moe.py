@@ -212,6 +212,15 @@ def test_residual_projections_are_scaled_down_by_depth():
         assert getattr(layer.shared_expert, name).weight.std().item() == pytest.approx(std, rel=0.045)
 
 
+def test_an_upcycled_layer_starts_with_equal_gate_rows_per_group_and_a_silent_shared_expert():
+    layer = build(replace(CONFIG, num_experts=6, shared_expert_hidden_size=4))
+    layer.gate_groups, layer.zero_init_shared = 3, True
+    layer.reset_parameters()
+    first, second = layer.gate.weight_ED.view(2, 3, 6)
+    assert (first == first[0]).all() and (second == second[0]).all() and not (first == second).any()
+    assert not layer.shared_expert.w2.weight.any() and layer.shared_expert.w1.weight.all()
+
+
 WEIGHTS = {"z": 0.05, "balance": 0.3}  # not in the order in which gates compute them
 
 
