@@ -210,9 +210,10 @@ def test_dropout_is_of_training_alone_and_right_on_average(target):
     whole = layer.eval()(x_TD)
     assert torch.equal(layer(x_TD), whole)
     layer.train()
-    drawn = torch.stack([layer(x_TD).detach() for _ in range(2000)])
+    drawn = layer(x_TD.expand(4000, D)).detach()
     # the product is linear in what is dropped: the mean of n draws is within five deviations / sqrt(n)
-    assert ((drawn.mean(0) - whole).abs() <= 5 * drawn.std(0) / math.sqrt(len(drawn))).all() and drawn.std(0).all()
+    assert ((drawn.mean(0) - whole).abs() <= 5 * drawn.std(0) / math.sqrt(len(drawn))).all()
+    assert (drawn.std(0) > 0.01).all()
     with torch.no_grad():
         layer.experts.get_parameter(layer.experts.adapter_names[target][1]).zero_()
     torch.testing.assert_close(layer(x_TD), layer(x_TD), msg="inputs of weights lose nothing")
