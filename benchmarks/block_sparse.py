@@ -35,7 +35,7 @@ from matmul import CASES, PAPER, new
 from timing import DEVICE, geometric_mean, header, in_turn_ms, print_table
 from torch import Tensor
 
-from foundry_moe.ops.blocksparse import block_of
+from foundry_moe.ops.expert_plan import block_of
 from foundry_moe.sparse import Matrix, dds, dsd, sdd
 
 PARTS = ("problems", "transposes", "random", "transposed", "launches", "tiles")

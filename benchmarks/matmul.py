@@ -27,7 +27,7 @@ from timing import DEVICE, DTYPE, geometric_mean, header, in_turn_ms, loads
 from torch import Tensor
 
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.blocksparse import block_of
+from foundry_moe.ops.expert_plan import block_of
 
 CASES = {
     "XS": (65536, 512, 2048, 64),

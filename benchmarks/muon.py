@@ -28,8 +28,8 @@ from scaling import LAYERS, SEQUENCES
 from timing import DEVICE, print_table
 
 from foundry_moe import DMoECausalLM, Muon, batch_context, parallelize
-from foundry_moe.optim import DecoupledAdamWFused
 from foundry_moe.optim.adamw import FusedAdamW
+from foundry_moe.optim.decoupled import DecoupledAdamWFused
 from foundry_moe.parallel.gradients import clip_factor, gradient_norm
 from foundry_moe.parallel.transformer_blocks import block_lists, prefetch_in_order
 

@@ -27,7 +27,7 @@ from foundry_moe_kernels.topology import topology_from_offsets
 from matmul import CASES, new
 from timing import DEVICE, geometric_mean, header, in_processes, in_turn_ms
 
-from foundry_moe.ops.blocksparse import block_of
+from foundry_moe.ops.expert_plan import block_of
 
 TILES = [
     SparseTile(bn=64, bk=64, stages=3, warps=4),

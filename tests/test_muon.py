@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from foundry_moe import Muon
 from foundry_moe.algorithms.parameter_rules import apply_rules
-from foundry_moe.optim import DecoupledAdamWFused, muon
+from foundry_moe.optim import muon
+from foundry_moe.optim.decoupled import DecoupledAdamWFused
 from foundry_moe.optim.matrices import Part, find_matrices
 from foundry_moe.schema import UserError
 from tests.helpers.small_training import CASES, LORA, Case, build_model

@@ -9,7 +9,8 @@ import torch
 from composer.optim import DecoupledAdamW
 from torch import nn
 
-from foundry_moe.optim import DecoupledAdamWFused, adamw
+from foundry_moe.optim import adamw
+from foundry_moe.optim.decoupled import DecoupledAdamWFused
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ from layer import expert_ways
 from matmul import CASES, PAPER
 from timing import DEVICE, header, in_processes, print_table, queued_ms
 
-from foundry_moe.ops.blocksparse import block_of
+from foundry_moe.ops.expert_plan import block_of
 
 COLUMNS = ("case", "topology ms", "layer's step ms", "topology's share")
 

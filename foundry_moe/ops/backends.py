@@ -61,6 +61,11 @@ def choose_backend(
     return backend
 
 
+def tf32_allowed() -> bool:
+    """Whether fp32 products may round their operands, as torch's own would."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
 def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
     """Whether the Hopper kernels compute experts of these sizes: see `why_portable`."""
     return why_portable(device, dtype, width, hidden) is None

@@ -21,122 +21,30 @@ P planes (gate and up: 2, else 1), V values of one plane (R * F where experts ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from foundry_moe_kernels import expert_products as hopper
 from foundry_moe_kernels import permute as permute_kernels
 from foundry_moe_kernels import pointwise, products, tuning
-from foundry_moe_kernels.activations import NAMES
-from foundry_moe_kernels.sparse_tiles import BLOCK
-from foundry_moe_kernels.topology import (
-    Topology,
-    pack_rows,
-    pack_topology,
-    packed_size,
-    packed_topology_size,
-    topology_from_offsets,
-    unpack_topology,
-)
 from torch import Tensor
 
 from foundry_moe.ops import compile_ahead as ahead
-from foundry_moe.ops.backends import takes_hopper
+from foundry_moe.ops.backends import tf32_allowed
+from foundry_moe.ops.expert_plan import (
+    ExpertPlan,
+    aligned,
+    aligned_stack,
+    gather,
+    lies_transposed,
+    planes_of,
+    tokens_of,
+)
 from foundry_moe.ops.operators import differentiable, is_traced, operator, take_saved
-from foundry_moe.ops.permute import PermutePlan
 
 # Rows of x are copied for the weights' gradient, in two halves of the columns if the copy would be above this size. At
 # its peak the backward pass holds the copy beside the gradients.
 COPY_BYTES = 128 * 2**20
-
-
-class ExpertPlan(NamedTuple):
-    """The tensors and settings that the operators of one call share.
-
-    source_R, row_TK, offsets_E: of `PermutePlan`.
-    table: int32, read by all products: block rows for `hopper`, the topology for `portable`.
-    kernels: hopper | portable.
-    widths: F of each expert.
-    activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.GLUFormula`).
-    layout: of gate and up in w1 and in z.
-        separate      w1, and v1 if there is a gate; z [P, R, F]
-        planes        the upper and the lower half of w1; z [2, R, F], with h from the product's epilogue
-        concatenated  the same w1; z [1, R, 2 F], for a bias, a formula or a transposed w1
-        interleaved   every second row of w1, gate first; z [1, R, 2 F], columns interleaved too
-    biased: whether a bias is added to z.
-    """
-
-    source_R: Tensor
-    row_TK: Tensor
-    offsets_E: Tensor
-    table: Tensor
-    kernels: str
-    widths: Sequence[int]
-    activation: str
-    layout: str = "separate"
-    biased: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self[:4]
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        return self[4:]
-
-    @property
-    def rows(self) -> int:
-        return self.source_R.shape[0]
-
-    @property
-    def pairs(self) -> str | None:
-        """`layout` where z holds gate and up of a row side by side."""
-        return self.layout if self.layout in ("concatenated", "interleaved") else None
-
-    @property
-    def topology(self) -> Topology:
-        return unpack_topology(self.table, self.rows, self.widths, block_of(self.table.device))
-
-    def topology_of(self, width: int) -> Topology:
-        """The topology of the same rows, with matrices of another width."""
-        widths = [width] * len(self.widths)
-        return topology_from_offsets(self.offsets_E, self.rows, widths, block_of(self.table.device))
-
-    @property
-    def ragged(self) -> hopper.RaggedRows:
-        return hopper.ragged_rows(self.offsets_E, self.rows, self.table)
-
-
-def block_of(device: torch.device) -> int:
-    """Rows of a block of the topology on this device."""
-    return BLOCK if device.type == "cuda" else 16
-
-
-def _tf32() -> bool:
-    """Whether fp32 products may round their operands, as torch's own would."""
-    return torch.backends.cuda.matmul.allow_tf32
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor as kernels read it: contiguous, at an address that 16 bytes divide."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _stack(weight: Tensor) -> Tensor:
-    """The same, of matrices that may lie transposed."""
-    return _aligned(weight.mT).mT if _lies_transposed(weight) else _aligned(weight)
-
-
-def _lies_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.ndim == 3 and weight.mT.is_contiguous()
-
-
-def _planes(w1: Tensor, v1: Tensor | None, plan: ExpertPlan | None = None) -> tuple[Tensor, ...]:
-    """The matrices that z's planes are made with."""
-    if plan is not None and plan.layout == "planes":
-        return _aligned(w1).unflatten(1, (2, -1)).unbind(1)
-    return (_stack(w1),) if v1 is None else (_aligned(w1), _aligned(v1))
 
 
 def _gradients_of(w1: Tensor, planes: int, plan: ExpertPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,34 +54,6 @@ def _gradients_of(w1: Tensor, planes: int, plan: ExpertPlan, dtype: torch.dtype)
         return dw1, dw1
     dw1 = torch.empty_like(w1, dtype=dtype)
     return dw1, dw1.unflatten(1, (2, -1)).movedim(1, 0) if plan.layout == "planes" else dw1[None]
-
-
-def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
-    """x_RD: the token of each row. Rows past the end are undefined."""
-    return permute_kernels.permute(x_TD, plan.row_TK, None, plan.rows)
-
-
-def _tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens | None:
-    """The rows of x for Hopper products that gain by gathering tokens themselves; None for others."""
-    return _as_tokens(x_TD, plan) if hopper.gathers(x_TD, plan.widths[0]) else None
-
-
-def _as_tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens:
-    return hopper.Tokens(x_TD=x_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
-
-
-def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-def]
-    if kernels == "hopper":
-        return offsets_E.new_empty(packed_size(rows, offsets_E.shape[0]))
-    return offsets_E.new_empty(packed_topology_size(rows, widths, block_of(offsets_E.device)))
-
-
-@operator("expert_table", _fake_table)
-def _table(offsets_E: Tensor, rows: int, kernels: str, widths: Sequence[int]) -> Tensor:
-    """`ExpertPlan.table`."""
-    if kernels == "hopper":
-        return pack_rows(offsets_E, rows)
-    return pack_topology(offsets_E, rows, widths, block_of(offsets_E.device))
 
 
 def _fake_up(x_TD, w1, v1, bias, plan, *_):  # type: ignore[no-untyped-def]
@@ -193,7 +73,7 @@ def _up(
     w1, v1 = (w1, v1) if w1_copy is None else (w1_copy, v1_copy)
     if plan.rows == 0:
         return _fake_up(x_TD, w1, v1, bias_EF, plan)
-    x_TD, weights = _aligned(x_TD), _planes(w1, v1, plan)
+    x_TD, weights = aligned(x_TD), planes_of(w1, v1, plan)
     if plan.pairs or plan.biased:
         z_RF = _rows_times(x_TD, weights[0], plan)
         bias_EF = None if bias_EF is None else bias_EF.contiguous()
@@ -201,22 +81,22 @@ def _up(
             z_RF[None], plan.offsets_E, plan.activation, pairs=plan.pairs, bias_EF=bias_EF
         )
     if plan.kernels == "hopper":
-        return hopper.up(_tokens(x_TD, plan) or _gather(x_TD, plan), weights, plan.ragged, plan.activation)
+        return hopper.up(tokens_of(x_TD, plan) or gather(x_TD, plan), weights, plan.ragged, plan.activation)
     choices = plan.row_TK.shape[1]
     return products.sdd_act(  # reads the tokens of its rows from x itself
-        x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=_tf32()
+        x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=tf32_allowed()
     )
 
 
 def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
     """z_RF, without an activation."""
     if plan.kernels == "hopper":
-        tokens = _tokens(x_TD, plan)
-        rows = _gather(x_TD, plan)[None] if tokens is None else tokens
+        tokens = tokens_of(x_TD, plan)
+        rows = gather(x_TD, plan)[None] if tokens is None else tokens
         return hopper.rows_product(rows, (weight,), plan.ragged, transposed=True)
-    x_RD = _gather(x_TD, plan)
+    x_RD = gather(x_TD, plan)
     topology = plan.topology_of(weight.shape[1])
-    return products.sdd(x_RD, weight, topology, trans_b=True, tf32=_tf32(), zero_tail=False)
+    return products.sdd(x_RD, weight, topology, trans_b=True, tf32=tf32_allowed(), zero_tail=False)
 
 
 @operator("expert_down", lambda z_PV, h_V, w2, _, plan, *more: h_V.new_empty(plan.row_TK.shape[0], w2.shape[1]))
@@ -226,13 +106,13 @@ def _down(
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ. Takes z for the backward pass: h is a function of it."""
     dtype, w2 = w2.dtype, w2 if w2_copy is None else w2_copy
     _compile_ahead(w2, z_PV.shape[0], weights_TK, plan, dtype)
-    w2 = _stack(w2)
+    w2 = aligned_stack(w2)
     if plan.rows == 0:
         return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
     if plan.kernels == "hopper":
         y_RD = hopper.rows_product(h_V[None], (w2,), plan.ragged, transposed=True)
     else:
-        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=_tf32(), zero_tail=False)
+        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=tf32_allowed(), zero_tail=False)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK)
 
 
@@ -265,11 +145,11 @@ def _down_backward_into(
     if plan.rows == 0:
         dweights_TK = dy_TD.new_empty(0) if weights_TK is None else torch.zeros_like(weights_TK)
         return torch.zeros_like(w2, dtype=dtype), dweights_TK
-    w2 = _stack(w2)
+    w2 = aligned_stack(w2)
     turned = w2.dim() == 3 and w2.stride(-1) != 1  # as it lies, the gradient is that of w2.mT
     dw2 = torch.empty_like(w2, dtype=dtype)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    dy_RD = _gather(_aligned(dy_TD), plan)
+    dy_RD = gather(aligned(dy_TD), plan)
     # In both families dh takes the memory that the weighted h has afterwards. The combine weights enter with the
     # activation's backward pass, so that no product is computed for their gradient.
     if plan.kernels == "hopper":
@@ -281,7 +161,7 @@ def _down_backward_into(
         hopper.weight_gradient(*outer, ragged, out=(dw2.mT if turned else dw2)[None])
     else:
         topology, stacked = plan.topology, w2.dim() == 3
-        h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=_tf32(), zero_tail=False)
+        h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=tf32_allowed(), zero_tail=False)
         if topology.uniform:
             dots = pointwise.activation_backward_(
                 h_V, z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_PV
@@ -291,7 +171,7 @@ def _down_backward_into(
                 h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R, out=dz_PV
             )
         out = dw2.mT if stacked else dw2
-        products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=out)
+        products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
     if weights_TK is None or dots is None:
         return dw2, dy_TD.new_empty(0)
     return dw2, permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
@@ -310,7 +190,7 @@ def _up_backward(
     """dx_TD (empty unless `needs_dx`), `_gradients_of` w1 and v1, and the bias's gradient (empty unless `biased`)."""
     if plan.rows == 0:
         return tuple(map(torch.zeros_like, _fake_up_backward(dz_PV, x_TD, w1, v1, plan, dtype, needs_dx)))  # type: ignore[return-value]
-    dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1, plan)
+    dz_PV, x_TD, weights = aligned(dz_PV), aligned(x_TD), planes_of(w1, v1, plan)
     turned = w1.dim() == 3 and weights[0].stride(-1) != 1  # as it lies, the gradient is that of w1.mT
     dx_TD = x_TD.new_empty(0)
     on_hopper = plan.kernels == "hopper"
@@ -322,20 +202,20 @@ def _up_backward(
     if needs_dx:
         if on_hopper:
             beside = None
-            tokens = _tokens(x_TD, plan)
+            tokens = tokens_of(x_TD, plan)
             if tokens is not None and hopper.copies(tokens):  # the product copies x's rows for the weights' gradient
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
                 beside = (tokens, x_RD)
             dx_RD = hopper.rows_product(dz_PV, weights, ragged, transposed=False, beside=beside)
         else:
-            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=_tf32(), zero_tail=False)
+            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=tf32_allowed(), zero_tail=False)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
     dw1, dw_P = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
     # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 against 0.2 ms)
     for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD):
-        rows = _gather(x_TD[:, columns], plan) if x_RD is None else x_RD
+        rows = gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if on_hopper and turned:
             hopper.weight_gradient(rows[None], dz_PV[0], ragged, out=dw_P.mT[:, :, columns])
         elif on_hopper:
@@ -343,7 +223,8 @@ def _up_backward(
         else:
             stacked = w1.dim() == 3
             for dz_V, dw in zip(dz_PV, dw_P, strict=True):
-                products.dsd(dz_V, rows, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=dw[..., columns])
+                out = dw[..., columns]
+                products.dsd(dz_V, rows, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
         del rows  # before the next part is copied
     return dx_TD, dw1, _bias_gradient(dz_PV[0], plan) if plan.biased else w1.new_empty(0)
 
@@ -450,21 +331,12 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
     Args:
         dtype: of the weights' gradients.
     """
-    weights_dtype = None if weights_TK is None else weights_TK.dtype
-    experts, choices = len(plan.widths), plan.row_TK.shape[1]
-    key = (w2.device, w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, dtype, *plan.settings)
-    ahead.run_once(key, w2.device, experts, choices, lambda: _run_few(w2, planes, weights_dtype, plan, dtype))
+    weights_dtype, choices = None if weights_TK is None else weights_TK.dtype, plan.row_TK.shape[1]
+    key = (w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, dtype, *plan.settings)
+    ahead.run_once(key, plan, lambda: _run_few(w2, planes, weights_TK, plan, dtype))
 
 
-def few_rows(plan: ExpertPlan, tokens: int, experts: int, device: torch.device) -> ExpertPlan:
-    """The same settings for a few tokens and the first experts, to compile kernels ahead."""
-    rows = ahead.plan_of(tokens, plan.row_TK.shape[1], experts, device)
-    widths = plan.widths[:experts]
-    table = _table(rows.offsets_E, rows.num_rows, plan.kernels, widths)
-    return ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)
-
-
-def _run_few(w2: Tensor, planes: int, weights_dtype: torch.dtype | None, plan: ExpertPlan, dtype: torch.dtype) -> None:
+def _run_few(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype) -> None:
     """Runs all four operators on a few tokens."""
     experts, choices, stacked = len(plan.widths), plan.row_TK.shape[1], w2.dim() == 3
     if stacked:  # a few experts, whose tables are aligned as those of all are. Tiles of mixed widths depend on all
@@ -475,61 +347,15 @@ def _run_few(w2: Tensor, planes: int, weights_dtype: torch.dtype | None, plan: E
         v1 = torch.zeros_like(w1)
     elif stacked:  # it lies as w2 does
         w1 = w1 if plan.layout == "separate" else torch.cat([w1, w1], dim=1)
-        w1 = w1.mT.contiguous().mT if _lies_transposed(w2) else w1
+        w1 = w1.mT.contiguous().mT if lies_transposed(w2) else w1
     bias = w1.new_zeros(w1.shape[:2]) if plan.biased else None
     # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
-    aligned = max(plan.widths[:experts]) * w2.itemsize % 16 == 0
-    for tokens in (ahead.TOKENS,) if aligned else (ahead.TOKENS, ahead.TOKENS - 1):
-        few = few_rows(plan, tokens, experts, w2.device)
-        weights = None if weights_dtype is None else w2.new_ones(tokens, choices, dtype=weights_dtype)
+    whole = max(plan.widths[:experts]) * w2.itemsize % 16 == 0
+    for tokens in (ahead.TOKENS,) if whole else (ahead.TOKENS, ahead.TOKENS - 1):
+        few = ahead.few_rows(plan, tokens, experts)
+        weights = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
         x_TD = w2.new_zeros(tokens, w2.shape[1])
         z_PV, h_V = _up(x_TD, w1, v1, bias, few)
         y_TD = _down(z_PV, h_V, w2, weights, few)
         _down_backward_(y_TD, z_PV, w2, weights, few, dtype)
         _up_backward(z_PV, x_TD, w1, v1, few, dtype, True)
-
-
-def check_kinds(x_TD: Tensor, *weights: Tensor | None) -> None:
-    """Raises ValueError for a weight (w1, v1, w2 and a bias, in this order) of another dtype or device than x's."""
-    for name, weight in zip(("w1", "v1", "w2", "the bias"), weights, strict=False):
-        if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
-            raise ValueError(
-                f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
-            )
-
-
-def plan_experts(
-    x_TD: Tensor,
-    plan: PermutePlan,
-    weights: tuple[Tensor, Tensor | None, Tensor],
-    *,
-    widths: Sequence[int] | None,
-    activation: str,
-    memory: str,
-    gate_up: str | None = None,
-    bias_EF: Tensor | None = None,
-) -> ExpertPlan:
-    """What the operators of one call share, for operands that `foundry_moe.ops.mlp` has checked.
-
-    Args:
-        weights: as kernels read them.
-
-    Raises:
-        ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
-    """
-    w1, _, w2 = weights
-    if memory not in ("save", "recompute"):
-        raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    check_kinds(x_TD, *weights, bias_EF)
-    layout = gate_up or "separate"
-    if gate_up == "concatenated" and bias_EF is None and activation in NAMES and not _lies_transposed(w1):
-        layout = "planes"
-    stacked = widths is None
-    widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
-    hopper_computes = stacked and takes_hopper(x_TD.device, x_TD.dtype, w2.shape[1], w2.shape[2])
-    kernels = "hopper" if hopper_computes else "portable"
-    make = _table if is_traced(x_TD) else _table.eager
-    table = make(plan.offsets_E, plan.num_rows, kernels, widths)
-    return ExpertPlan(
-        plan.source_R, plan.row_TK, plan.offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
-    )

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable
 import torch
 from foundry_moe_kernels import tuning
 
+from foundry_moe.ops.expert_plan import ExpertPlan, table_of
 from foundry_moe.ops.permute import PermutePlan, plan_permute
 
 TOKENS = 48
@@ -26,20 +27,21 @@ _MANY = 262_144  # choices that are planned in three launches, for any number of
 _done: set[Hashable] = set()
 
 
-def run_once(kind: Hashable, device: torch.device, experts: int, choices: int, run: Callable[[], None]) -> None:
+def run_once(kind: Hashable, plan: ExpertPlan, run: Callable[[], None]) -> None:
     """Runs experts' operators with the tiles of every load, the first time that this kind of experts runs on a GPU.
 
     Takes some seconds the first time on a machine.
 
     Args:
-        kind: what kernels are compiled for, beside the load.
+        kind: what kernels are compiled for, beside the device and the load.
         run: runs all operators on operands like the layer's.
     """
-    if device.type != "cuda" or kind in _done or tuning.is_pretended():
+    device, experts, choices = plan.table.device, len(plan.widths), plan.row_TK.shape[1]
+    if device.type != "cuda" or (device, kind) in _done or tuning.is_pretended():
         return
     if os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
         return
-    _done.add(kind)
+    _done.add((device, kind))
     run_all_loads(experts, run)
     for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's choices are either
         plan_of(-(-number // choices), choices, experts, device, dtype)
@@ -61,3 +63,11 @@ def plan_of(
     """The plan of this many tokens, whose choices are spread over the experts."""
     experts_TK = torch.arange(tokens * choices, device=device, dtype=dtype).view(-1, choices) % experts
     return plan_permute(experts_TK, experts)
+
+
+def few_rows(plan: ExpertPlan, tokens: int, experts: int) -> ExpertPlan:
+    """The same settings for a few tokens and the first experts."""
+    rows = plan_of(tokens, plan.row_TK.shape[1], experts, plan.table.device)
+    widths = plan.widths[:experts]
+    table = table_of(rows.offsets_E, rows.num_rows, plan.kernels, widths)
+    return ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)

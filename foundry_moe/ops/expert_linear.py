@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import expert_products, products
-from foundry_moe_kernels.topology import Topology, topology_from_offsets
 from torch import Tensor
 
-from foundry_moe.ops.backends import blocksparse_available, takes_hopper
-from foundry_moe.ops.blocksparse import _aligned, _tf32, block_of
+from foundry_moe.ops.backends import blocksparse_available, takes_hopper, tf32_allowed
+from foundry_moe.ops.expert_plan import aligned, topology_of
 from foundry_moe.ops.operators import differentiable, operator
 
 
@@ -53,9 +52,9 @@ def _rows_product(a_RK: Tensor, weight: Tensor, offsets_E: Tensor, transposed: b
         for e, span in _spans(offsets_E):
             torch.mm(a_RK[span], weight[e].T if transposed else weight[e], out=c_RN[span])
         return c_RN
-    a_RK, weight = _aligned(a_RK), _aligned(weight)
+    a_RK, weight = aligned(a_RK), aligned(weight)
     if not takes_hopper(a_RK.device, a_RK.dtype, outputs, width):
-        return products.dsd(a_RK, weight, _topology(offsets_E, rows, width), trans_b=transposed, tf32=_tf32())
+        return products.dsd(a_RK, weight, topology_of(offsets_E, rows, width), trans_b=transposed, tf32=tf32_allowed())
     c_RN = expert_products.rows_product(
         a_RK[None], (weight,), expert_products.ragged_rows(offsets_E, rows), transposed=transposed
     )
@@ -71,15 +70,11 @@ def _weight_gradient(a_RM: Tensor, b_RN: Tensor, offsets_E: Tensor, plain: bool)
         for e, span in _spans(offsets_E):
             torch.mm(a_RM[span].T, b_RN[span], out=out[e])
         return out
-    a_RM, b_RN = _aligned(a_RM), _aligned(b_RN)
+    a_RM, b_RN = aligned(a_RM), aligned(b_RN)
     if not takes_hopper(a_RM.device, a_RM.dtype, width, b_RN.shape[1]):
-        topology = _topology(offsets_E, rows, width)
-        return products.dsd(a_RM, b_RN, topology, trans_s=True, stacked=True, tf32=_tf32())
+        topology = topology_of(offsets_E, rows, width)
+        return products.dsd(a_RM, b_RN, topology, trans_s=True, stacked=True, tf32=tf32_allowed())
     return expert_products.weight_gradient(a_RM[None], b_RN, expert_products.ragged_rows(offsets_E, rows))[0]
-
-
-def _topology(offsets_E: Tensor, rows: int, width: int) -> Topology:
-    return topology_from_offsets(offsets_E, rows, [width] * offsets_E.shape[0], block_of(offsets_E.device))
 
 
 @operator(

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _as_tokens, _gather, _planes, _table, _tokens, few_rows
+from foundry_moe.ops.expert_plan import ExpertPlan, aligned, as_tokens, gather, planes_of, table_of, tokens_of
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
@@ -100,19 +100,19 @@ def _forward(
     x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y_TD, and the tensors of the backward pass: z_PRF, u and u2."""
-    x_TD = _aligned(x_TD)
+    x_TD = aligned(x_TD)
     if plan.rows == 0:
         made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)
         return made[0].zero_(), *made[1:]
-    _compile_ahead(frozen, factors.rank, weights_TK, plan)
-    ragged, x_RD, w1s = plan.ragged, _tokens(x_TD, plan) or _gather(x_TD, plan), _planes(frozen.w1, frozen.v1)
+    _compile_ahead(weights_TK, factors, frozen, plan)
+    ragged, x_RD, w1s = plan.ragged, tokens_of(x_TD, plan) or gather(x_TD, plan), planes_of(frozen.w1, frozen.v1)
     packed = pack(factors, frozen.w2, len(w1s), frozen.scale)
     u_RL = project(x_RD, packed.up_a, ragged)
     z_PRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
     del x_RD
     down_u_RL = project(h_RF, packed.down_a, ragged)
     low = LowRank(a_RL=down_u_RL, b=packed.down_b)
-    y_RD = hopper.rows_product(h_RF[None], (_aligned(frozen.w2),), ragged, transposed=True, low=low)
+    y_RD = hopper.rows_product(h_RF[None], (aligned(frozen.w2),), ragged, transposed=True, low=low)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK), z_PRF, u_RL, down_u_RL
 
 
@@ -134,18 +134,18 @@ def _backward_(
     if plan.rows == 0:
         made = _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx)
         return tuple(tensor.zero_() for tensor in made)  # type: ignore[return-value]
-    dy_TD, x_TD = _aligned(dy_TD), _aligned(kept.x_TD)
+    dy_TD, x_TD = aligned(dy_TD), aligned(kept.x_TD)
     weights_TK = None if kept.weights_TK is None else kept.weights_TK.contiguous()
     weighted: dict[str, Any] = {"weights_TK": weights_TK, "source_R": plan.source_R}
     ragged, rank = plan.ragged, factors.rank
     packed = pack(factors, frozen.w2, len(z_PRF), frozen.scale)
-    dy_RD = _tokens(dy_TD, plan) or _gather(dy_TD, plan)
+    dy_RD = tokens_of(dy_TD, plan) or gather(dy_TD, plan)
     d_down_b, down_v_RL = outer(
         dy_RD, kept.down_u_RL, ragged, rank, scale=frozen.scale, factor_EKL=packed.down_b[0], **weighted
     )
     assert down_v_RL is not None
     dh_RF = hopper.rows_product(
-        dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (_aligned(frozen.w2),), ragged,
+        dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (aligned(frozen.w2),), ragged,
         transposed=False, low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
     )  # fmt: skip
     del dy_RD
@@ -154,11 +154,11 @@ def _backward_(
         scale=frozen.scale, activation=plan.activation, **weighted,
     )  # fmt: skip
     del dh_RF
-    d_up_a, _ = outer(_as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_PRF))
+    d_up_a, _ = outer(as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_PRF))
     dx_TD = x_TD.new_empty(0)
     if needs_dx:
         low = LowRank(a_RL=hidden.v_RL, b=packed.up_a[None])
-        dx_RD = hopper.rows_product(z_PRF, _planes(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
+        dx_RD = hopper.rows_product(z_PRF, planes_of(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
     dweights_TK = dy_TD.new_empty(0)
     if weights_TK is not None and hidden.dots is not None:
@@ -190,29 +190,24 @@ def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx_TD if needed[0] else None, dweights_TK if needed[1] else None, Factors(*of_factors), None, None
 
 
-def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
+def _compile_ahead(weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan) -> None:
     """Has the kernels of experts like these compiled for every load, once per process: see `compile_ahead`."""
-    w2, planes = frozen.w2, 1 if frozen.v1 is None else 2
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
-    dtype = None if weights_TK is None else weights_TK.dtype
 
     def run() -> None:
         few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
-        some = few_rows(plan, ahead.TOKENS, few, w2.device)
-        down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
-        _, width, hidden = w2.shape
-        like: dict[str, Any] = {"device": w2.device}
-        up_a, up_b, w2_a, w2_b = (torch.zeros(few, size, rank, **like) for size in (width, hidden, hidden, width))
-        v1_a, v1_b = (up_a, up_b) if planes == 2 else (None, None)
-        factors = Factors(up_a, up_b, v1_a, v1_b, w2_a, w2_b)
-        x_TD = w2.new_zeros(ahead.TOKENS, width)
-        ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
-        base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
-        y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
-        _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
+        some = ahead.few_rows(plan, ahead.TOKENS, few)
+        low = Factors(*(None if factor is None else factor[:few] for factor in factors))
+        v1 = None if frozen.v1 is None else frozen.v1[:few]
+        base = Frozen(frozen.w1[:few], v1, frozen.w2[:few], frozen.scale)
+        x_TD = base.w2.new_zeros(ahead.TOKENS, base.w2.shape[1])
+        ones_TK = None if weights_TK is None else weights_TK.new_ones(ahead.TOKENS, choices)
+        y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, low, base, some)
+        _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), low, base, some, True)
 
-    key = ("lora", w2.device, w2.dtype, dtype, w2.shape, planes, rank, choices, plan.activation)
-    ahead.run_once(key, w2.device, experts, choices, run)
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (frozen.w2, weights_TK, *factors)]
+    key = ("lora", *dtypes, frozen.w2.shape, frozen.v1 is None, factors.rank, choices, plan.activation)
+    ahead.run_once(key, plan, run)
 
 
 def lora_mlp(
@@ -229,7 +224,7 @@ def lora_mlp(
     factors = Factors(*(factor for adapter in adapters[:3] for factor in adapter or (None, None)))
     frozen = Frozen(*weights, adapters.scale)
     widths = (frozen.w1.shape[1],) * plan.num_experts
-    table = _table(plan.offsets_E, plan.num_rows, "hopper", widths)
+    table = table_of(plan.offsets_E, plan.num_rows, "hopper", widths)
     experts = ExpertPlan(plan.source_R, plan.row_TK, plan.offsets_E, table, "hopper", widths, activation)
     if memory == "recompute" and torch.is_grad_enabled():
         run = partial(checkpoint, lora_experts, use_reentrant=False, preserve_rng_state=False)

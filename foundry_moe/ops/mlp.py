@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops.backends import ALIGN, choose_backend
-from foundry_moe.ops.blocksparse import check_kinds, expert_down, expert_recompute, expert_up, plan_experts
+from foundry_moe.ops.blocksparse import expert_down, expert_recompute, expert_up
+from foundry_moe.ops.expert_plan import check_kinds, plan_experts
 from foundry_moe.ops.lora import Adapters, lora_mlp, supports
 from foundry_moe.ops.operators import is_traced
 from foundry_moe.ops.permute import PermutePlan

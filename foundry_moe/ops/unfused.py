@@ -41,26 +41,6 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# (x_RK, weight [E, N, K] or, inputs first, [E, K, N], plan, inputs first) -> y_RN
-Product = Callable[[Tensor, Tensor, PermutePlan, bool], Tensor]
-
-
-def _grouped(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    """Rows past the end are undefined."""
-    return torch._grouped_mm(x_RK, weight if inputs_first else weight.mT, offs=plan.offsets_E)
-
-
-def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool, *, plain: bool = False) -> Tensor:
-    return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first, plain=plain)
-
-
-_PRODUCTS: dict[str, Product] = {
-    "reference": partial(_ragged, plain=True),
-    "grouped": _grouped,
-    "blocksparse": _ragged,
-}
-
-
 def unfused_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
@@ -85,7 +65,7 @@ def unfused_mlp(
     if widths is not None:
         weights = _of_one_width(weights, widths)
     x_RD = permute(x_TD, plan)
-    arguments = (plan, weights, activation, _PRODUCTS[backend], adapters)
+    arguments = (plan, weights, activation, backend, adapters)
     if adapters is not None and memory == "recompute" and torch.is_grad_enabled():
         y_RD = checkpoint(_mlp, x_RD, *arguments, use_reentrant=False)
     else:
@@ -111,7 +91,7 @@ def _mlp(
     plan: PermutePlan,
     weights: tuple[Tensor, Tensor | None, Tensor],
     activation: str,
-    product: Product,
+    backend: str,
     adapters: Adapters | None,
 ) -> Tensor:
     """y_RD: each expert's MLP on its own rows."""
@@ -119,14 +99,20 @@ def _mlp(
     low_w1, low_v1, low_w2 = (None, None, None) if adapters is None else adapters[:3]
     dropout = 0.0 if adapters is None else adapters.dropout
 
+    def product(x_RK: Tensor, weight: Tensor, inputs_first: bool = False) -> Tensor:
+        if backend == "grouped":  # rows past the end are undefined
+            return torch._grouped_mm(x_RK, weight if inputs_first else weight.mT, offs=plan.offsets_E)
+        plain = backend == "reference"
+        return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first, plain=plain)
+
     def linear(x_RK: Tensor, weight: Tensor, adapter: Adapter | None, dropped_RK: Tensor) -> Tensor:
-        y_RN = product(x_RK, weight, plan, False)
+        y_RN = product(x_RK, weight)
         if adapters is None or adapter is None:
             return y_RN
         padding = (0, -adapter.a_EKL.shape[2] % _RANK_COLUMNS)
         a_EKL = F.pad(adapter.a_EKL, padding).to(x_RK.dtype)
         b_ENL = F.pad(adapter.b_ENL * adapters.scale, padding).to(x_RK.dtype)
-        return y_RN.add_(product(product(dropped_RK, a_EKL, plan, True), b_ENL, plan, False))
+        return y_RN.add_(product(product(dropped_RK, a_EKL, inputs_first=True), b_ENL))
 
     dropped_RD = F.dropout(x_RD, dropout) if dropout else x_RD
     h_RF = POINTWISE[activation](linear(x_RD, w1, low_w1, dropped_RD))

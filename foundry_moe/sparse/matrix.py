@@ -70,18 +70,16 @@ class Matrix:
         shape = (index.blocks, block, block)
         if tuple(self.values.shape) != shape:
             raise ValueError(f"values are {list(self.values.shape)}, not {list(shape)}: [blocks, block, block]")
-        for name, dtypes in {
-            "rows_Z": (torch.int16, torch.int32),
-            "columns_Z": (torch.int16, torch.int32),
-            "transposed_Z": (torch.int32, torch.int64),
-            "transposed_rows_Z": (torch.int16, torch.int32),
-            "row_offsets_M1": (torch.int32, torch.int64),
-            "column_offsets_N1": (torch.int32, torch.int64),
-        }.items():
+        for name, dim, dtypes in (
+            ("rows_Z", "blocks", INTEGERS[:2]),
+            ("columns_Z", "blocks", INTEGERS[:2]),
+            ("transposed_Z", "blocks", INTEGERS[1:]),
+            ("transposed_rows_Z", "blocks", INTEGERS[:2]),
+            ("row_offsets_M1", "block rows + 1", INTEGERS[1:]),
+            ("column_offsets_N1", "block columns + 1", INTEGERS[1:]),
+        ):
             table = getattr(index, name)
-            if table.dtype not in dtypes or table.dim() != 1:
-                kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise ValueError(f"{name} is {table.dtype} with {table.dim()} dimensions: it must be {kinds} with one")
+            _check_tensor(name, table, dim, dtypes=dtypes)
             if not table.is_contiguous():
                 raise ValueError(f"{name} is not contiguous: kernels read it as it lies; call contiguous() on it")
             if table.device != self.values.device:

@@ -14,18 +14,13 @@ from foundry_moe_kernels import block_products as kernels
 from foundry_moe_kernels.block_products import BlockIndex
 from torch import Tensor
 
-from foundry_moe.ops.backends import blocksparse_available
+from foundry_moe.ops.backends import blocksparse_available, tf32_allowed
 from foundry_moe.sparse.matrix import Matrix
-
-
-def _tf32() -> bool:
-    """Whether fp32 products may round their operands, as torch's own would."""
-    return torch.backends.cuda.matmul.allow_tf32
 
 
 def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
     if blocksparse_available(a_RK.device, a_RK.dtype):
-        return kernels.sdd(a_RK, b_KC, index, tf32=_tf32())
+        return kernels.sdd(a_RK, b_KC, index, tf32=tf32_allowed())
     block = index.block
     return torch.bmm(
         a_RK.unflatten(0, (-1, block))[index.rows_Z.long()],
@@ -36,7 +31,7 @@ def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
 def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
     """S b or Sᵀ b."""
     if blocksparse_available(values.device, values.dtype):
-        return kernels.dsd(values.contiguous(), b, index, transposed=transposed, tf32=_tf32())
+        return kernels.dsd(values.contiguous(), b, index, transposed=transposed, tf32=tf32_allowed())
     own, other, rows = index.rows_Z, index.columns_Z, index.shape[0]
     if transposed:
         own, other, rows, values = other, own, index.shape[1], values.mT

@@ -11,7 +11,7 @@ from foundry_moe_kernels import descriptors, expert_products, launch
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.ops import backends, blocksparse
+from foundry_moe.ops import backends, expert_plan
 
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="launches are direct on Triton 3.6")
 
@@ -52,7 +52,7 @@ def layer(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(descriptors, "device_supported", lambda device: True)
     monkeypatch.setattr(backends, "blocksparse_available", lambda device, dtype: True)
-    monkeypatch.setattr(blocksparse, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(expert_plan, "takes_hopper", lambda *_: True)
     caches = expert_products._rows_launch, expert_products._inner_launch
     for cache in caches:
         cache.cache_clear()

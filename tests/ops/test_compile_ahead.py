@@ -69,7 +69,7 @@ def test_all_loads_run_on_operands_like_the_layers(widths, computed, monkeypatch
     """Forward and backward with the tiles of each class of load."""
     monkeypatch.setattr(tuning, "all_loads", lambda: [1, 4096])
     kinds = []
-    monkeypatch.setattr(ahead, "run_once", lambda kind, device, experts, choices, run: kinds.append((kind, run)))
+    monkeypatch.setattr(ahead, "run_once", lambda kind, plan, run: kinds.append((kind, run)))
     if widths is None:
         w1, v1, w2 = torch.randn(3, 24, 16), torch.randn(3, 24, 16), torch.randn(3, 16, 24)
     else:

@@ -9,7 +9,7 @@ from foundry_moe_kernels.descriptors import GLUON
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundry_moe.ops import PermutePlan, blocksparse, packed_mlp, plan_permute
+from foundry_moe.ops import PermutePlan, blocksparse, expert_plan, packed_mlp, plan_permute
 from foundry_moe.ops import compile_ahead as ahead
 
 CUDA = torch.cuda.is_available()
@@ -101,7 +101,7 @@ def kernels(request, monkeypatch):
     if request.param == "hopper" and not GLUON:
         pytest.skip("the Hopper kernels need Triton 3.6")
     if not CUDA:
-        monkeypatch.setattr(blocksparse, "takes_hopper", lambda *_: request.param == "hopper")
+        monkeypatch.setattr(expert_plan, "takes_hopper", lambda *_: request.param == "hopper")
         if request.param == "hopper":
             from tests.helpers import hopper_twin
 
@@ -181,7 +181,7 @@ def test_surrounding_model_compiles_without_a_graph_break(gate_up):
 @pytest.mark.parametrize("gate_up", [None, "concatenated", "interleaved"])
 def test_operands_that_are_compiled_ahead_lie_as_those_of_the_layer(kernels, gate_up, transposed, biased, monkeypatch):
     runs, seen = [], []
-    monkeypatch.setattr(ahead, "run_once", lambda kind, device, experts, choices, run: runs.append(run))
+    monkeypatch.setattr(ahead, "run_once", lambda kind, plan, run: runs.append(run))
     for name in ("_up", "_down"):
         function = getattr(blocksparse, name)
         monkeypatch.setattr(blocksparse, name, lambda *args, function=function: seen.append(args) or function(*args))

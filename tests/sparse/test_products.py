@@ -270,7 +270,7 @@ MISTAKES = {
     r"not \[\d+, 16, 16\]": lambda s, x: s.with_values(s.values[1:]),
     "and block is 32": lambda s, x: Matrix.from_mask(masks()["random"], s.values, block=32),
     "rows_Z is not contiguous": lambda s, x: checked(s, rows_Z=s.index.rows_Z.repeat_interleave(2)[::2]),
-    "rows_Z is torch.float32": lambda s, x: checked(s, rows_Z=s.index.rows_Z.float()),
+    "rows_Z is float32: it must be one of int16, int32": lambda s, x: checked(s, rows_Z=s.index.rows_Z.float()),
     "transposed_Z has": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z[1:]),
     "columns_Z has an index outside of 0 to 6": lambda s, x: checked(s, columns_Z=s.index.columns_Z + 1),
     "ascending order": lambda s, x: checked(s, columns_Z=s.index.columns_Z.flip(0)),
