@@ -23,6 +23,7 @@ from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import plan_mesh
+from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
@@ -80,10 +81,11 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         blocks=_wrapped_blocks(state.model),
     )
     state.fsdp_config.device_mesh = placement.mesh
-    _replace_clipping(state, replicated=placement.plan.replicate > 1)
+    plan = placement.plan
+    _replace_clipping(state, replicated=plan.replicate > 1, single_rank=plan.replicate == plan.world_size)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
-        log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
+        log.info("mesh %s, all_to_all %s", plan, plan.all_to_all)
 
 
 def _wrapped_blocks(model: Any) -> list[nn.Module]:
@@ -115,7 +117,7 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, *, replicated: bool) -> None:
+def _replace_clipping(state: State, *, replicated: bool, single_rank: bool = False) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
     for clipping in _clippings(state):
@@ -125,7 +127,9 @@ def _replace_clipping(state: State, *, replicated: bool) -> None:
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
         state.algorithms.remove(clipping)
-    state.algorithms.append(MeshGradients(replicated=replicated, clipping_type=kind, clipping_threshold=threshold))
+    state.algorithms.append(
+        MeshGradients(replicated=replicated, single_rank=single_rank, clipping_type=kind, clipping_threshold=threshold)
+    )
 
 
 def count_samples(batch: Any) -> int | None:
@@ -146,6 +150,7 @@ class MeshGradients(Algorithm):
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
+        single_rank: each rank holds all weights, which FSDP2 only casts.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -154,10 +159,12 @@ class MeshGradients(Algorithm):
         self,
         *,
         replicated: bool,
+        single_rank: bool = False,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
         self.replicated = replicated
+        self.single_rank = single_rank
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self._expected: int | None = None
@@ -171,6 +178,9 @@ class MeshGradients(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
+            for layer in moe_layers(state.model) if self.single_rank else ():
+                if not isinstance(layer.experts, FSDPModule):  # in their block's group
+                    cast_in_one_pass(layer.experts)
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._expected, self._seen = self._microbatches(state), 0
         elif event == Event.BEFORE_FORWARD:
