@@ -23,6 +23,7 @@ from benchmarks.papers import dropping
 from benchmarks.papers.dropping import Row, when_reached
 
 RECIPE = "fine,experts=128,shared_width=0.5,top_k=7"
+MUON = f"{RECIPE},optimizer=muon,lr=2e-3,adamw_lr=0.5"
 MORE = "fine,experts=256,shared_width=0.5,top_k=7"
 
 
@@ -65,6 +66,13 @@ PLANS = {
     "dropping": (
         Plan(size="XS", flags=_LONG + " --reference dmoe", runs=("dmoe", "cap1", "cap2")),
         Plan(size="XS", flags=f"{_LONG} --reference {RECIPE}", runs=(RECIPE, f"{RECIPE},capacity=1.0")),
+    ),
+    "muon": (
+        Plan(
+            size="XS",
+            flags=f"--tokens 160000000 --batch 32 --warmup 0.03 --lr 1e-3 --every 122 --seconds 999 --reference {MUON}",
+            runs=(RECIPE, MUON, f"{RECIPE},optimizer=muon,lr=1e-3"),
+        ),
     ),
     "toy": (
         Plan(size="toy", flags="--every 4", runs=("dense", "fine,experts=8,shared_width=2.0,top_k=2", "cap1")),
