@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from foundry_moe import MoEConfig, MoELayer, Progress, batch_context, step_gates_after
+from foundry_moe.layers.lookup import idle_parameters
 
 pytestmark = pytest.mark.quick
 
@@ -58,6 +59,11 @@ def test_a_step_moves_the_bias_and_a_resumed_loop_continues_its_count():
     backward(layer, 3)  # of 4 experts, one has no token
     optimizer.step()
     assert layer.gate.bias_E.abs().max() > 0 and batch_context(layer).progress == Progress(ba=8)
+
+
+def test_parameters_of_the_experts_that_a_token_does_not_pass_through_are_idle():
+    model = nn.Sequential(MoELayer(8, CONFIG), nn.Linear(8, 8), MoELayer(8, replace(CONFIG, top_k=3)))
+    assert idle_parameters(model) == (3 + 1) * 2 * 8 * 8
 
 
 def test_a_model_without_experts_is_refused():

@@ -27,6 +27,7 @@ def test_routes_sort_assignments_by_expert_and_keep_their_order(experts_TK):
     flat = experts_TK.flatten().tolist()
     wanted = [a for e in range(4) for a, chosen in enumerate(flat) if chosen == e]
     assert plan.source_R.tolist() == wanted + [-1] * (len(flat) - len(wanted))
+    assert plan_permute(experts_TK, 4, len(wanted)).source_R.tolist() == wanted  # as many rows as the host knows of
     assert plan.tokens_per_expert_E.tolist() == [flat.count(e) for e in range(4)]
     assert plan.offsets_E.tolist() == torch.tensor([flat.count(e) for e in range(4)]).cumsum(0).tolist()
     rows = plan.row_TK.flatten().tolist()
