@@ -39,7 +39,7 @@ def write(folder: Path) -> Path:
         f"{target}/{file.name}": file.read_text()
         for source, target in FOLDERS.items()
         for file in sorted((ROOT / source).iterdir())
-        if file.suffix in (".py", ".json") and file.name != "transformers_parallel.py"  # needs more than operators
+        if file.suffix in (".py", ".json") and file.stem not in ("transformers_parallel", "transformers_trainer")
     }
     files["schema.py"] = (ROOT / "foundry_moe/schema.py").read_text()  # the errors that the operators raise
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:8]

@@ -10,7 +10,7 @@ Three ways, of which `way_of` gives the one for a module. `fused`: on a GPU, whe
 activation between two products, for all others; on a CPU for all. `own`: transformers' grouped_mm, for weights that our
 kernels do not read.
 
-`parallelize` spreads a model over the ranks of a job: see `transformers_parallel.py`.
+`parallelize` spreads a model over the ranks of a job (`transformers_parallel.py`); `ParallelTrainer` trains it.
 
 Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width.
 """
@@ -45,13 +45,16 @@ _ACTIVATIONS = {
 }
 _CONSTANTS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")  # what gates of transformers 5 read from their module
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PARALLEL = ("parallelize", "save_pretrained", "clip_grad_norm_")  # need torch.distributed, which the backend does not
+_ELSEWHERE = {  # what needs torch.distributed or Trainer, which the backend does not
+    **dict.fromkeys(("parallelize", "save_pretrained", "clip_grad_norm_"), "transformers_parallel"),
+    "ParallelTrainer": "transformers_trainer",
+}
 _LOG = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PARALLEL:
-        return getattr(import_module("foundry_moe.integrations.transformers_parallel"), name)
+    if name in _ELSEWHERE:
+        return getattr(import_module(f"foundry_moe.integrations.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -62,8 +62,8 @@ def parallelize(
         weights: of a model on the meta device: a folder of safetensors, of which each rank reads its slices, in a
             layout that `from_pretrained` takes. None = they are drawn, block by block, by generators that must have
             the same seed on all ranks.
-        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` and
-            `buffer` have an effect.
+        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` has an
+            effect.
         mp_policy: for example `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
         reshard_after_forward: as in `fully_shard`.
         aux_loss: the tokens over which the model's load-balancing loss takes its means: of each `rank`, as transformers
@@ -132,9 +132,7 @@ def parallelize(
         _draw(model, owners, device)  # buffers that no file has
     for experts in sharded:
         if local := local_weights(experts, plan):
-            dispatcher = AllToAllDispatcher(
-                meshes.token_groups, num_experts=cast(Any, experts).num_experts, buffer=mesh_config.buffer
-            )
+            dispatcher = AllToAllDispatcher(meshes.token_groups, num_experts=cast(Any, experts).num_experts)
             cast(Any, experts).placed = Placed(dispatcher, local)
     return plan
 
@@ -166,8 +164,7 @@ class Placed:
         Args:
             compute: y_QD of x_QD, weights_QK and the plan of the rows received, for this rank's experts.
         """
-        rows = self.dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK), part=0)
-        rows = rows.receive()
+        rows = self.dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK), part=0).receive()
         assert rows.weights is not None and rows.plan is not None
         return self.dispatcher.combine(rows.send_back(compute(rows.x, rows.weights, rows.plan)))
 
