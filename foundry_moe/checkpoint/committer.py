@@ -136,7 +136,7 @@ class Committer:
                 f"bytes free; free some space or lower `keep` ({self.keep})"
             )
 
-    def retain(self, made: CommitKey | None) -> None:
+    def retain(self, made: CommitKey) -> None:
         """Applies retention; a failure is a warning, because the checkpoints are safe. `made` is never deleted."""
         try:
             if self.keep is not None:

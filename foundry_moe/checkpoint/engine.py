@@ -311,7 +311,6 @@ class CheckpointEngine:
             if found is None:
                 if self._other_model is not None:
                     raise self._other_model
-                self._retain(None)
                 return None
             if callable(state_dict):
                 state_dict = state_dict(found.manifest.info)
@@ -327,7 +326,7 @@ class CheckpointEngine:
             self._retain(found.commit.where)
             return loaded
 
-    def _retain(self, loaded: CommitKey | None) -> None:
+    def _retain(self, loaded: CommitKey) -> None:
         """Retention by a `keep` that may be lower than that of the process before, if this process may save."""
         if self._committer.lease is not None and not self.busy:
             self._committer.retain(loaded)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foundry_moe.checkpoint import codec
 from foundry_moe.checkpoint.codec import DTYPES, decode, encode, tensor_bytes, tensor_from_bytes
 from foundry_moe.checkpoint.errors import DamagedError
 
@@ -49,6 +50,7 @@ def test_odd_values_come_back() -> None:
     }
     back = decode(json.loads(json.dumps(encode(value))))
     assert repr(back) == repr(value) and isinstance(back["size"], torch.Size)
+    back["array"] += 1  # memory of its own
     assert math.isnan(decode(encode(math.nan)))
     assert len(json.dumps(encode(value["long"]))) < 200
 
@@ -60,6 +62,23 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(name) -> None:
     back = decode(json.loads(json.dumps(encode(tensor.reshape(3, -1)))))
     assert back.dtype == DTYPES[name] and tensor_bytes(back) == tensor_bytes(tensor) and back.shape[0] == 3
     assert decode(encode(torch.empty(0, 3, dtype=DTYPES[name]))).shape == (0, 3)
+    tensor.zero_()
+    assert raw == bytes(range(240)), "memory of its own"
+
+
+def test_equal_sets_are_written_equally_in_all_processes() -> None:
+    names = [f"name {number}" for number in range(10, 40)]
+    assert encode(set(names)) == {"$set": names}
+
+
+def test_compressed_bytes_have_one_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = encode(bytes(8000))
+    monkeypatch.setattr(codec, "INFLATED_BYTES", 10_000)
+    assert decode([one]) == [bytes(8000)]
+    with pytest.raises(DamagedError, match="become more than 2000"):
+        decode([one, one])
+    with pytest.raises(ValueError, match="exceed 1 GiB"):
+        encode([bytes(8000)] * 2)
 
 
 def test_what_json_cannot_hold_is_named_by_its_path() -> None:
@@ -78,6 +97,7 @@ def test_nothing_in_a_file_runs_code() -> None:
     [
         {"$tensor": ["float32", [2], {"$b": ""}]},
         {"$tensor": ["float31", [0], {"$b": ""}]},
+        {"$tuple": [], "more": 1},
         {"$tensor": ["float32", [-1], {"$b": ""}]},
         {"$size": [1, "2"]},
         {"$dtype": "object"},

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import ledger as commits_module
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
@@ -79,6 +80,7 @@ def test_an_empty_folder_is_a_new_run_and_makes_no_state(store) -> None:
 KINDS = {
     "bit flipped": "hash",
     "object truncated": "bytes, not",
+    "object too long": "bytes, not",
     "object missing": "is missing",
     "manifest missing": "MANIFEST is missing",
     "manifest of another attempt": "hash|bytes",
@@ -86,6 +88,15 @@ KINDS = {
     "commit torn": "cannot be read",
     "commit altered": "does not have the hash",
 }
+
+
+@pytest.mark.quick
+def test_a_resumed_run_counts_milestones_from_where_it_resumes(tmp_path) -> None:
+    folder = open_store(str(tmp_path))
+    save(folder, 12, keep_every=10)
+    save(folder, 13, 21, keep_every=10)
+    summaries = [Ledger(folder).read(key).summary for key in Ledger(folder).newest_first()]
+    assert [bool(summary.get("milestone")) for summary in summaries] == [True, False, True]
 
 
 @pytest.mark.quick
@@ -232,8 +243,12 @@ def test_resume_at_a_step_forks_once_and_restarts_follow_the_fork(store) -> None
     check(engine.load(blank(), 1), 1)
     engine.save(make_state(2), 2)
     assert engine.wait().error is None
+    restarted = CheckpointEngine(store, policy=Policy(keep=10))
+    check(restarted.load(blank(), "auto"), 2)
+    restarted.save(make_state(3), 3)
+    assert restarted.wait().error is None
     again = CheckpointEngine(store, policy=Policy(keep=1))
-    check(again.load(blank(), 1), 2)
+    check(again.load(blank(), 1), 3)
     again.save(make_state(4), 4)
     again.wait()
     assert steps_in(store) == [4]

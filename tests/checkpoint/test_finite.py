@@ -41,7 +41,10 @@ def test_what_training_changes_is_looked_at(spoilt, finite) -> None:
 
 
 def test_weights_alone_and_other_shapes_of_a_state() -> None:
-    assert not is_finite(Snapshotter(0, 1).take({"model": {"w": torch.full((99,), NAN, dtype=torch.bfloat16)}}))
+    for dtype in (torch.bfloat16, torch.float8_e5m2):
+        for value in (1.0, NAN):
+            spoilt = {"model": {"w": torch.full((999,), value).to(dtype)}}
+            assert is_finite(Snapshotter(0, 1).take(spoilt)) is (value == 1)
     assert is_finite(Snapshotter(0, 1).take({"a": torch.full((99,), NAN), "model": {"n": torch.arange(99)}}))
     assert is_finite(Snapshotter(0, 1).take({"model": {}, "optim": {}}))
 

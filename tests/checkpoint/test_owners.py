@@ -47,6 +47,19 @@ def start(store, identity: Identity, **policy) -> CheckpointEngine:
     return engine
 
 
+def test_a_lease_whose_answer_is_lost_is_held_and_has_a_heartbeat_from_the_start(tmp_path, monkeypatch) -> None:
+    store = open_store(str(tmp_path))
+    put_new = store.put_new
+
+    def lose_answer(key, data) -> bool:
+        assert any(entry.key.endswith(".beat") for entry in store.scan("owners/")), "without one it counts as dead"
+        put_new(key, data)
+        return False  # as the retry of a request whose answer was lost
+
+    monkeypatch.setattr(store, "put_new", lose_answer)
+    assert lease(store, A).number == 1 and Owners(store).newest().number == 1
+
+
 def test_a_second_run_is_refused_at_its_start(store) -> None:
     lease(store, A)
     with pytest.raises(
@@ -132,6 +145,8 @@ def test_another_model_is_refused_before_the_first_commit_and_told_by_tensors_af
         start(store, other).load(blank)
     first.save(make_state(1), 1)
     assert first.wait().error is None
+    with pytest.raises(OwnedError, match="this run's model has other tensors"):
+        start(store, other).load(blank)  # all tensors of the checkpoint fit, and the digest differs
     late = start(store, other)
     state = blank()
     state["model"]["dense"] = torch.zeros(3)

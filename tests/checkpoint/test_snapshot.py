@@ -8,6 +8,7 @@ from torch import nn
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.training_state import Snapshotter
 
 pytestmark = pytest.mark.quick
 
@@ -49,3 +50,11 @@ def test_steps_after_a_save_do_not_reach_it(device: str, width: int, tmp_path) -
                 for key, tensor in values:
                     other = found[section][name][key] if key else found[section][name]
                     assert torch.equal(other, tensor), (step, section, name, key)
+
+
+def test_a_tensor_of_another_dtype_has_another_plan() -> None:
+    snapshotter = Snapshotter(0, 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        w = torch.arange(600.0).to(dtype)
+        snapshot = snapshotter.take({"model": {"w": w}})
+        assert bytes(snapshot.staged.raw.numpy()) == w.view(torch.uint8).numpy().tobytes()

@@ -77,6 +77,8 @@ def damage(store, step: int, kind: str) -> None:
         store.put(key, raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
     elif kind == "object truncated":
         store.put(key, raw[:-1])
+    elif kind == "object too long":
+        store.put(key, raw + b"1")
     elif kind == "object missing":
         store.delete([key])
     elif kind == "manifest missing":
