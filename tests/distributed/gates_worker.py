@@ -62,12 +62,15 @@ def on_meshes(names: list[str], meshes: list[tuple[int, int, int]]) -> list[dict
 def shuffled_assignment() -> dict[str, Tensor]:
     """Uneven ranks shuffle their scores, assign, and take experts back; rank 0 gets everybody's."""
     rank = dist.get_rank()
-    scores_TE = torch.randn(21 + 3 * rank, 8, generator=torch.Generator().manual_seed(rank))
+    scores_TE = torch.randn(20 + 3 * rank, 8, generator=torch.Generator().manual_seed(rank))
     sums = GateCollectives()
     rows_SX, give_back = sums.shuffle(scores_TE, stream=-5)
     again_SX, _ = sums.shuffle(scores_TE, stream=-5)
     other_SX, _ = sums.shuffle(scores_TE, stream=6)
     expert_T = give_back(assign(rows_SX))
+    equal_S, _ = sums.shuffle(torch.arange(30)[:, None], stream=6)  # as many on all ranks
+    number, ones = torch.tensor(rank), torch.tensor([rank, 1])
+    reduced = {"largest": sums.largest(number), "sum": sums.sum(ones)}
     gathered: list[Any] = [None] * dist.get_world_size()
     mine = {
         "scores": scores_TE,
@@ -76,8 +79,9 @@ def shuffled_assignment() -> dict[str, Tensor]:
         "experts": expert_T,
         "same": torch.tensor(torch.equal(rows_SX, again_SX)),
         "differs": torch.tensor(rows_SX.shape != other_SX.shape or not torch.equal(rows_SX, other_SX)),
-        "largest": sums.largest(torch.tensor(rank)),
-        "sum": sums.sum(torch.tensor([rank, 1])),
+        **reduced,
+        "kept": torch.stack([number, *ones]),
+        "places": equal_S.view(dist.get_world_size(), -1).sort(1).values,
     }
     dist.all_gather_object(gathered, mine)
     return gathered  # type: ignore[return-value]

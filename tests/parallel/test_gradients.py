@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_, clip_value, gradient_norm
 
 pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def rank_1_of_4() -> Iterator[None]:
+    """This process as rank 1 of 4, of which the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
 
 
 def _parameters(seed: int) -> list[torch.nn.Parameter]:
@@ -53,6 +65,33 @@ def test_local_weight_divides_the_gradient_alone() -> None:
     assert torch.equal(local, weight)
     local.sum().backward()
     assert torch.equal(weight.grad, torch.full((4, 2), 0.25))
+
+
+def test_each_element_counts_once_however_many_ranks_hold_it(rank_1_of_4: None) -> None:
+    """On one rank of four, whose sums nobody adds: the share of each gradient that it answers for."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [([Replicate(), Shard(0)], 2), ([Shard(1), Shard(0)], 1), ([Replicate(), Replicate()], 4)]
+    parameters, squares = [], 0.0
+    for of_mesh, copies in [*placements, (None, 4)]:
+        grad = torch.randn(6, 4)
+        parameters.append(torch.nn.Parameter(torch.zeros(6, 4)))
+        if of_mesh is not None:
+            shape = (6 * (2 if Shard(0) in of_mesh else 1), 4 * (2 if Shard(1) in of_mesh else 1))
+            whole = DTensor.from_local(
+                torch.zeros(6, 4), mesh, of_mesh, run_check=False, shape=shape, stride=(shape[1], 1)
+            )
+            parameters[-1] = torch.nn.Parameter(whole)
+            grad_of_mesh = DTensor.from_local(grad, mesh, of_mesh, run_check=False, shape=shape, stride=(shape[1], 1))
+        parameters[-1].grad = grad if of_mesh is None else grad_of_mesh
+        squares += grad.double().square().sum().item() / copies
+    assert gradient_norm(parameters).item() == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_a_norm_whose_square_is_beyond_fp32_is_finite() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(9)]
+    for parameter in parameters:
+        parameter.grad = torch.full((1,), 1e19)
+    assert gradient_norm(parameters).item() == pytest.approx(3e19)
 
 
 @pytest.mark.parametrize("use", [lambda w: w.t(), lambda w: w, lambda w: w @ torch.ones(2, 3)])

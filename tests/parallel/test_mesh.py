@@ -13,11 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.layers.experts import Experts
+from foundry_moe.parallel import mesh
 from foundry_moe.parallel.mesh import (
     FLAT,
     HIERARCHICAL,
     MeshPlan,
     build_meshes,
+    check_expert_widths,
+    check_replicas,
     divisors,
     parse_mesh,
     plan_mesh,
@@ -88,8 +91,9 @@ def test_groups_partition_the_ranks_and_agree_with_coordinates(world_size: int) 
         assert {plan.coordinates(r)[:2] for r in expert_group(plan, rank)} == {(replicate_index, shard_index)}
         assert {plan.coordinates(r)[2] for r in shard_group(plan, rank)} == {expert_index}
         assert {r % plan.dense_shard for r in replicate_group(plan, rank)} == {rank % plan.dense_shard}
-    owned = [e for r in expert_group(plan, 0) for e in plan.experts_of(r, expert * 3)]
-    assert owned == list(range(expert * 3))
+    for first in (0, world_size - 1):
+        owned = [e for r in expert_group(plan, first) for e in plan.experts_of(r, expert * 3)]
+        assert owned == list(range(expert * 3))
 
 
 def test_design_example_fills_in_replicate() -> None:
@@ -108,6 +112,7 @@ def test_design_example_fills_in_replicate() -> None:
         (4, 8, HIERARCHICAL, FLAT, 1),  # within a node: nothing to exchange between them
         (12, 8, AUTO, FLAT, 2),  # straddles
         (6, 4, AUTO, FLAT, 2),
+        (6, 8, AUTO, FLAT, 2),  # fits in a node; every second group straddles
     ],
 )
 def test_exchange_is_hierarchical_where_experts_fill_several_nodes(
@@ -158,6 +163,21 @@ def test_the_override_that_an_error_names_works(expert: int, shard: int | str, w
         named = str(error).partition(": override ")[2].partition(", or ")[0]
         keys |= {key.removeprefix("mesh."): int(value) for key, value in (word.split("=") for word in named.split())}
         plan_mesh(MeshConfig(**keys), world_size=world_size, ranks_per_node=world_size, num_experts=8)
+
+
+def test_a_job_smaller_than_a_node_is_on_one() -> None:
+    plan = plan_mesh(MeshConfig(expert=3, shard=AUTO), world_size=6, ranks_per_node=8, num_experts=6)
+    assert (plan.nodes, plan.expert_nodes) == (1, 1)
+
+
+def test_ranks_hold_equal_widths_and_replicas_need_a_torch_that_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_expert_widths((8, 16, 12, 12, 16, 8), 3)
+    with pytest.raises(ValueError, match="are 8, 16 or 8"):
+        check_expert_widths((8, 16, 8), 3)
+    monkeypatch.setattr(mesh, "can_replicate", lambda device_type: False)
+    check_replicas(1, "cpu")
+    with pytest.raises(ValueError, match=r"mesh.replicate \(2\): torch 2.7"):
+        check_replicas(2, "cpu")
 
 
 def test_mesh_on_the_command_line() -> None:
