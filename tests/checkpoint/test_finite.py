@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from foundry_moe.checkpoint import Reader, open_store
+from foundry_moe.checkpoint import Reader, ledger, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.training_state import Snapshotter, is_finite
 
 NAN, INF = float("nan"), float("inf")
@@ -66,6 +68,14 @@ def test_the_last_finite_commit_outlives_keep_and_is_resumed(tmp_path) -> None:
     assert [(key.generation, key.step) for key in engine.ledger.newest_first()] == [(1, 7), (0, 6)]
     named = CheckpointEngine(open_store(str(tmp_path))).load(state(), resume=6)
     assert named is not None and named.step == 6, "a step that is named is the user's choice"
+
+
+def test_a_record_of_before_that_does_not_say_counts_as_finite() -> None:
+    commit = Commit(where=CommitKey(generation=0, step=1), attempt="", nonce="")
+    found = [
+        ledger.is_finite(replace(commit, summary=summary)) for summary in ({}, {"finite": True}, {"finite": False})
+    ]
+    assert found == [True, True, False]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -112,8 +112,9 @@ def test_the_heartbeat_notices_it_between_two_saves(store, caplog) -> None:
 
 
 def test_a_name_that_nobody_gave_and_a_model_without_a_digest_agree_with_any(store) -> None:
-    for identity in (Identity(), A, Identity(model="m"), Identity(run_name="a")):
-        assert lease(store, identity, commits=True).run_name in ("", "a")
+    identities = (Identity(), A, Identity(model="m"), Identity(run_name="a"))
+    names = [lease(store, identity, commits=True).run_name for identity in identities]
+    assert names == ["", "a", "a", "a"], "who gives no name keeps the run's"
     with pytest.raises(OwnedError, match="this is run 'b'"):
         lease(store, B)
 
