@@ -176,7 +176,7 @@ def test_ranks_agree_on_the_columns_of_choices(settings):
     alone = gate(x_TD, context_of(ids_BS, losses=frozenset()))
     wider = gate(x_TD, context_of(ids_BS, losses=frozenset(), max_over_ranks=lambda most: torch.full_like(most, 8)))
     columns = alone.experts_TK.shape[1]
-    assert columns < 8 and torch.equal(wider.experts_TK[:, :columns], alone.experts_TK)
+    assert columns < wider.experts_TK.shape[1] == 8 and torch.equal(wider.experts_TK[:, :columns], alone.experts_TK)
     assert (wider.experts_TK[:, columns:] == -1).all() and wider.rows == alone.rows
 
 
