@@ -155,23 +155,16 @@ def run_tests(tree: Path, tests: list[str], timeout_s: float) -> int | None:
     return status
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="files, relative to the repository")
-    parser.add_argument("--edits", type=Path, help="a JSON list of edits, instead of generated ones")
-    parser.add_argument("--tests", help='arguments of pytest, as "tests/layers -m quick"')
-    parser.add_argument("--sample", type=int, help="edits per module, drawn evenly; default: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds per edit; longer counts as noticed")
-    args = parser.parse_args()
+def run_edits(args: argparse.Namespace, tree: Path) -> tuple[list[str], int]:
+    """Runs the tests of each edit in the copied tree: rows of the table, and how many edits no test noticed."""
     work: dict[tuple[str, str], list[dict]] = {}  # edits by module and tests
     for module in args.modules:
-        edits = edits_of(ROOT / module)
+        edits = edits_of(tree / module)
         if args.sample and args.sample < len(edits):
             edits = random.Random(args.seed).sample(edits, args.sample)
         work[module, args.tests or " ".join(tests_of(module))] = sorted(edits, key=lambda edit: edit["line"])
     for edit in json.loads(args.edits.read_text()) if args.edits else []:
-        source, old = (ROOT / edit["file"]).read_bytes(), edit["old"].encode()
+        source, old = (tree / edit["file"]).read_bytes(), edit["old"].encode()
         if source.count(old) != 1:
             raise SystemExit(f"{edit['file']} holds {edit['old']!r} {source.count(old)} times, not once")
         begin = source.index(old)
@@ -184,29 +177,41 @@ def main() -> int:
 
     assert not any(name.startswith("foundry_moe") for name in sys.modules), "forks would not import the edit"
     rows, survivors = [], 0
+    for (module, tests), edits in work.items():
+        code = run_tests(tree, tests.split(), 10 * args.timeout)
+        if code != 0:
+            print((tree / "mutants.log").read_text())
+            raise SystemExit(f"{tests}: exit code {code} without an edit")
+        path, passed = tree / module, 0
+        source = path.read_bytes()
+        compiled = Path(importlib.util.cache_from_source(str(path)))
+        for edit in edits:
+            begin, end = edit["at"]
+            path.write_bytes(source[:begin] + edit["new"].encode() + source[end:])
+            compiled.unlink(missing_ok=True)  # valid for any file of this size and second
+            if run_tests(tree, tests.split(), args.timeout) == 0:
+                passed += 1
+                print(f"{module}:{edit['line']}: {source[begin:end].decode()} -> {edit['new']}", flush=True)
+        path.write_bytes(source)
+        compiled.unlink(missing_ok=True)
+        rows.append(f"| {module} | {len(edits)} | {passed} |")
+        print(rows[-1], flush=True)
+        survivors += passed
+    return rows, survivors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="files, relative to the repository")
+    parser.add_argument("--edits", type=Path, help="a JSON list of edits, instead of generated ones")
+    parser.add_argument("--tests", help='arguments of pytest, as "tests/layers -m quick"')
+    parser.add_argument("--sample", type=int, help="edits per module, drawn evenly; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds per edit; longer counts as noticed")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        for (module, tests), edits in work.items():
-            code = run_tests(tree, tests.split(), 10 * args.timeout)
-            if code != 0:
-                print((tree / "mutants.log").read_text())
-                raise SystemExit(f"{tests}: exit code {code} without an edit")
-            path, passed = tree / module, 0
-            source = path.read_bytes()
-            compiled = Path(importlib.util.cache_from_source(str(path)))
-            for edit in edits:
-                begin, end = edit["at"]
-                path.write_bytes(source[:begin] + edit["new"].encode() + source[end:])
-                compiled.unlink(missing_ok=True)  # valid for any file of this size and second
-                if run_tests(tree, tests.split(), args.timeout) == 0:
-                    passed += 1
-                    print(f"{module}:{edit['line']}: {source[begin:end].decode()} -> {edit['new']}", flush=True)
-            path.write_bytes(source)
-            compiled.unlink(missing_ok=True)
-            rows.append(f"| {module} | {len(edits)} | {passed} |")
-            print(rows[-1], flush=True)
-            survivors += passed
+        copy_tree(Path(folder))  # first: the working tree may change while imports and tests run
+        rows, survivors = run_edits(args, Path(folder))
     print("| module | faults | survivors |", "|---|---|---|", *rows, sep="\n")
     return 1 if survivors else 0
 
