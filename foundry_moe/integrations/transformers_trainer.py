@@ -40,14 +40,13 @@ class ParallelTrainer(_Trainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.resumed: str | None = None  # a checkpoint that is still to be loaded
+        self.resumed: str | None = None  # the checkpoint that the next training begins with
         super().__init__(*args, **kwargs)
         if given := [name for name in REFUSED if getattr(self.args, name)]:
             raise UserError(f"{', '.join(given)}: not supported by ParallelTrainer; set to False")
         # 1: set by Trainer for models that transformers has sharded; it then refuses to save what (2) saves
         self.is_distributed_loading_by_transformers = True
-        self.add_callback(_Resume(self))
-        self.add_callback(_SaveOnSignal())
+        self.add_callback(_ResumeAndStop(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         settings = self.args.accelerator_config
@@ -92,23 +91,18 @@ class ParallelTrainer(_Trainer):
         return {"model": parameters, "optim": moments, "scheduler": self.lr_scheduler.state_dict()}
 
 
-class _Resume(TrainerCallback):
+class _ResumeAndStop(TrainerCallback):
+    """Loads the state when the optimizer exists, and ends training with a save after a signal."""
+
     def __init__(self, trainer: ParallelTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.load_training_state()
-
-
-class _SaveOnSignal(TrainerCallback):
-    def __init__(self) -> None:
-        self.received = False
+        self.trainer, self.received = trainer, False
         self.before: dict[int, Any] = {}
 
     def _note(self, *_: Any) -> None:
         self.received = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.load_training_state()
         self.received = False
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
 
