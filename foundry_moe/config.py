@@ -27,17 +27,23 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """An expert's nonlinearity: `pointwise` is a name in `foundry_moe.ops.POINTWISE`; `gated` makes it a GLU."""
+    """An expert's nonlinearity.
+
+    pointwise: a name in `foundry_moe.ops.POINTWISE`.
+    gated: makes it a GLU.
+    hugging_face: names in transformers' ACT2FN of `pointwise`, where a family's experts have it; the first is written.
+    """
 
     pointwise: str
     gated: bool
+    hugging_face: tuple[str, ...] = ()
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
-    "swiglu": Activation(pointwise="silu", gated=True),
-    "geglu": Activation(pointwise="gelu", gated=True),
-    "geglu_tanh": Activation(pointwise="gelu_tanh", gated=True),
-    "reglu": Activation(pointwise="relu", gated=True),
+    "swiglu": Activation(pointwise="silu", gated=True, hugging_face=("silu", "swish")),
+    "geglu": Activation(pointwise="gelu", gated=True, hugging_face=("gelu",)),
+    "geglu_tanh": Activation(pointwise="gelu_tanh", gated=True, hugging_face=("gelu_pytorch_tanh", "gelu_new")),
+    "reglu": Activation(pointwise="relu", gated=True, hugging_face=("relu",)),
     "silu": Activation(pointwise="silu", gated=False),
     "gelu": Activation(pointwise="gelu", gated=False),
     "gelu_tanh": Activation(pointwise="gelu_tanh", gated=False),
@@ -230,7 +236,7 @@ class MoEConfig:
             more forward pass if there are several).
         freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's
             losses still have gradients for earlier layers.
-        lora: keys of the adapters; absent = no adapters, and experts are trained themselves.
+        lora: a `LoRAConfig` or its keys; absent = no adapters, and experts are trained themselves.
         init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
             the dense FFN was loaded, else random). The weights of an MoE block are always kept.
         init_std: standard deviation of random weights; divided by sqrt(2 * number of layers) for projections back to
@@ -242,8 +248,8 @@ class MoEConfig:
         backend: auto | blocksparse | grouped | reference.
         memory: save | recompute the activation in the backward pass (blocksparse).
         seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
-        mesh: keys of the mesh; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe
-            train` starts, for a run that resumes on any number of GPUs.
+        mesh: a `MeshConfig` or its keys; absent = Composer's data parallelism; auto = the planner chooses it when
+            `foundry-moe train` starts, for a run that resumes on any number of GPUs.
     """
 
     num_experts: int
@@ -264,7 +270,9 @@ class MoEConfig:
     )
     balance_over: str = "microbatch"
     freeze: tuple[str, ...] = field(default=(), metadata=form("a list of parts such as [gate]"))
-    lora: dict[str, Any] | None = field(default=None, metadata=form("a mapping such as {r: 16, alpha: 32}"))
+    lora: LoRAConfig | dict[str, Any] | None = field(
+        default=None, metadata=form("a mapping such as {r: 16, alpha: 32}")
+    )
     init: str = AUTO
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
@@ -276,7 +284,7 @@ class MoEConfig:
     backend: str = "auto"
     memory: str = "save"
     seed: int = 17
-    mesh: dict[str, Any] | Literal["auto"] | None = field(
+    mesh: MeshConfig | dict[str, Any] | Literal["auto"] | None = field(
         default=None, metadata=form("auto, or a mapping such as {expert: 8, shard: auto}")
     )
 
@@ -285,7 +293,12 @@ class MoEConfig:
         if isinstance(widths, list | tuple):
             one = widths[0] if len(widths) == self.num_experts and len(set(widths)) == 1 else None
             object.__setattr__(self, "expert_hidden_size", one or tuple(widths))
-        raise_mistakes(self._mistakes())
+        mistakes = [*caught(self._read, "mesh", MeshConfig), *caught(self._read, "lora", LoRAConfig)]
+        raise_mistakes([*self._mistakes(), *mistakes])
+
+    def _read(self, key: str, cls: type) -> None:
+        if isinstance(value := getattr(self, key), Mapping):
+            object.__setattr__(self, key, from_mapping(cls, value, key))
 
     def _mistakes(self) -> Iterator[str]:
         if not 1 <= self.num_experts <= MOST_EXPERTS:
@@ -324,9 +337,7 @@ class MoEConfig:
             yield f"drop ({self.drop}) needs a capacity factor: set capacity ({self.capacity}) to a number such as 1.25"
 
     def _lora_mistakes(self) -> Iterator[str]:
-        mistakes = caught(lambda: self.lora_config)
-        yield from mistakes
-        if mistakes or self.lora_config is None:
+        if self.lora_config is None:
             return
         if self.activation in ACTIVATIONS:
             yield from caught(self.lora_config.targets_of, self.activation)
@@ -368,13 +379,13 @@ class MoEConfig:
 
     @property
     def mesh_config(self) -> MeshConfig | None:
-        """The parsed `mesh`, or None. `auto` is a mesh of any number of GPUs until it is chosen."""
-        return None if self.mesh is None else from_mapping(MeshConfig, {} if self.mesh == AUTO else self.mesh, "mesh")
+        """`mesh`, or None; `auto` is a mesh of any number of GPUs until it is chosen."""
+        return MeshConfig() if self.mesh == AUTO else self.mesh if isinstance(self.mesh, MeshConfig) else None
 
     @property
     def lora_config(self) -> LoRAConfig | None:
-        """The parsed `lora`, or None."""
-        return None if self.lora is None else from_mapping(LoRAConfig, self.lora, "lora")
+        """`lora`, or None."""
+        return self.lora if isinstance(self.lora, LoRAConfig) else None
 
     def check_mesh(self, mesh: MeshConfig | None = None) -> None:
         """Raises ValueError for a mesh, by default that of `mesh`, with a key that these experts do not support."""

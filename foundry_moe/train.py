@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry_moe.config import AUTO
+from foundry_moe.config import AUTO, MoEConfig
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, record_config, set_console
@@ -33,7 +33,6 @@ from foundry_moe.launch.run_config import (
     load_run,
     plain,
     ranks_that_train,
-    read_moe,
 )
 from foundry_moe.launch.run_files import file_mistakes, missing_files
 from foundry_moe.launch.run_values import moe_path
@@ -55,7 +54,7 @@ def train(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     try:
-        run, settings, ranks = checked(arguments)
+        run, settings, config, ranks = checked(arguments)
     except UserError as error:
         raise_on_all_ranks(error)
     launched = launched_ranks()
@@ -79,12 +78,11 @@ def train(arguments: list[str]) -> int:
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
-    config = read_moe(settings)
     if config is not None and config.mesh == AUTO:
         OmegaConf.update(run, f"{moe_path(settings)}.mesh", _choose_mesh(settings, ranks), merge=False)
         settings = plain(run)
     if settings.get(_MICROBATCH, AUTO) == AUTO:
-        run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks)
+        run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks, has_experts=config is not None)
     if is_first_rank():
         print(f"run {arguments[0]}, overrides: {len(arguments) - 1}, processes: {ranks}", flush=True)
     if "log_config" not in run:
@@ -126,8 +124,8 @@ def train_command(arguments: argparse.Namespace) -> int:
     return launch_here(processes, [__file__, *words])
 
 
-def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
-    """The run, the same as plain dictionaries, and how many ranks train.
+def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], MoEConfig | None, int]:
+    """The run, the same as plain dictionaries, its experts, and how many ranks train.
 
     Raises:
         ValueError: a sentence for each mistake.
@@ -142,7 +140,7 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
     config = check_whole_run(settings)
     raise_mistakes([*missing_files(settings), *file_mistakes(settings)])
     check_device(settings)
-    return run, settings, ranks_that_train(settings, config)
+    return run, settings, config, ranks_that_train(settings, config)
 
 
 def _stop_signals(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -171,7 +169,7 @@ def connect(timeout_s: float, several_nodes: bool) -> None:
         log_network_speed()
 
 
-def _choose_microbatch(run: Mapping[str, Any], ranks: int) -> int | str:
+def _choose_microbatch(run: Mapping[str, Any], ranks: int, *, has_experts: bool) -> int | str:
     """Collective: the planner's largest microbatch for the GPU with the least free memory.
 
     Composer's own `auto` tries sizes until one fits, and does not support FSDP2. It stays for one process without
@@ -183,7 +181,7 @@ def _choose_microbatch(run: Mapping[str, Any], ranks: int) -> int | str:
     from foundry_moe.commands.plan.microbatch import choose_microbatch
     from foundry_moe.commands.plan.step import GIB
 
-    if ranks == 1 and read_moe(run) is None:
+    if ranks == 1 and not has_experts:
         return AUTO
     try:
         plan = choose_microbatch(run, _machine(ranks, _least_memory()))

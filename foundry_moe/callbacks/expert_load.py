@@ -1,6 +1,6 @@
 """The callback `expert_load`: how evenly tokens spread over experts, to any Composer logger.
 
-Shapes: L MoE layers, E experts.
+Shapes: L MoE layers, E experts, P ranks that share the experts of a layer.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ def _worst_ranks(layers: list[MoELayer]) -> Tensor:
     summed = layers[0].context.sum_over_group(torch.cat(counts))
     fullest = []
     for layer, counts_E in zip(layers, summed.split([len(counts_E) for counts_E in counts]), strict=True):
-        rows_R = counts_E.view(-1, layer.dispatcher.local_experts).sum(1).double()
-        fullest.append(rows_R.amax() / rows_R.mean().clamp(min=1))
+        rows_P = counts_E.view(-1, layer.dispatcher.local_experts).sum(1).double()
+        fullest.append(rows_P.amax() / rows_P.mean().clamp(min=1))
     rounds = [layer.experts.most_rounds for layer in layers]
     for layer in layers:
         layer.experts.most_rounds = 1

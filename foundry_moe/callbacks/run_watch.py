@@ -54,11 +54,11 @@ def exchange(mine: RankStatus, group: torch_dist.ProcessGroup | None) -> list[Ra
     if group is None:
         return [mine]
     row = torch.tensor(mine, dtype=torch.int32)
-    table_RN = torch.zeros(torch_dist.get_world_size(group), len(mine), dtype=torch.int32)
-    rows = list(table_RN.unbind(0)) if torch_dist.get_rank(group) == 0 else None
+    table_PN = torch.zeros(torch_dist.get_world_size(group), len(mine), dtype=torch.int32)
+    rows = list(table_PN.unbind(0)) if torch_dist.get_rank(group) == 0 else None
     torch_dist.gather(row, rows, group=group, group_dst=0)
-    torch_dist.broadcast(table_RN, group=group, group_src=0)
-    return [RankStatus(*values) for values in table_RN.tolist()]
+    torch_dist.broadcast(table_PN, group=group, group_src=0)
+    return [RankStatus(*values) for values in table_PN.tolist()]
 
 
 class RunWatch:

@@ -2,7 +2,7 @@
 
 Reading it checks everything that is used: a record may come from anywhere. No tensors, no pickles.
 
-Shapes: U units of a tensor (see `sketch`), P projections.
+Shapes: U units of a tensor (see `sketch`), J projections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = "foundry_moe record 2"
 NONE = -1.0  # in place of a sum of squares: there is no such tensor
 NUMBERS = 4  # that a rank sends after its sketches: sum of losses, microbatches, tokens, batch
 
-Rows = list[list[float]]  # [U, 1 + P]
+Rows = list[list[float]]  # [U, 1 + J]
 
 
 class Held(NamedTuple):

@@ -2,7 +2,7 @@
 
 Works by the optimizer's hooks, on plain tensors, DDP, FSDP2 and any DTensor. Must not know trainers or models.
 
-Shapes: U units of a tensor (see `sketch`), P projections.
+Shapes: U units of a tensor (see `sketch`), J projections.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Recorder:
 
     Construct it on every rank once model and optimizer are complete, sharding included, before the first step or after
     a resume. Each recorded step reads gradients, weights and states once (gradients again in each `batch`), and gathers
-    U (1 + P) fp64 numbers a tensor on rank 0, which appends a line of JSON of about 20 bytes per number. On a GPU
+    U (1 + J) fp64 numbers a tensor on rank 0, which appends a line of JSON of about 20 bytes per number. On a GPU
     nothing waits for the device: the line is written at the next step, at `close`, or when the program ends.
 
     Args:
         folder: gets `record.jsonl`, written by rank 0. It must not have one.
         every: records the first step and each multiple of this number.
         step: optimizer steps that were done before; None: as the optimizer's states say, else 0.
-        projections: P of each tensor.
+        projections: J of each tensor.
         box_of: for tensors that are shards without being DTensors, such as a rank's experts: from the clean name and
             the tensor of this rank to its box in the whole; None = the tensor is whole on every rank.
 
@@ -188,7 +188,7 @@ class Recorder:
         return kinds
 
     def _sketch(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """fp64 [rows, 1 + P], a tensor per parameter; NONE everywhere for a tensor that does not exist."""
+        """fp64 [rows, 1 + J], a tensor per parameter; NONE everywhere for a tensor that does not exist."""
         parts = [
             Part(_local(parameter if tensor is None else tensor), box.begin, box.shape)
             for tensor, parameter, box in zip(tensors, self.parameters.values(), self.boxes.values(), strict=True)

@@ -5,7 +5,7 @@ random places of a larger one. Numbers and places depend on the whole tensor's s
 of the sum, and the sketches of shards add up to that of the whole. A tensor of three or more dimensions is a stack,
 such as the matrices of experts: each index of its first dimension has a sketch of its own.
 
-Shapes: U units (1, or the length of a stack), P projections, M sampled elements of a unit that are in the shard.
+Shapes: U units (1, or the length of a stack), J projections, M sampled elements of a unit that are in the shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def units_of(shape: tuple[int, ...]) -> int:
 
 @torch.no_grad()
 def sketch(parts: Sequence[Part], projections: int) -> Tensor:
-    """fp64 [sum of U, 1 + P] of tensors on one device: sums of squares, then projections. Does not wait for the device.
+    """fp64 [sum of U, 1 + J] of tensors on one device: sums of squares, then projections. Does not wait for the device.
 
     All norms of a dtype are one call, and tensors of the same shape and place share a product.
     """
@@ -64,34 +64,34 @@ def sketch(parts: Sequence[Part], projections: int) -> Tensor:
         for i, of_tensor in zip(indices, rows, strict=True):
             squares[i] = of_tensor
     for (_, size, begin, shape), indices in by_place.items():
-        index_M, numbers_MP = _draw(size, begin, shape, projections, zero.device)
-        units = max(1, _SAMPLED_AT_ONCE // max(1, len(numbers_MP)))
+        index_M, numbers_MJ = _draw(size, begin, shape, projections, zero.device)
+        units = max(1, _SAMPLED_AT_ONCE // max(1, len(numbers_MJ)))
         pieces = [piece for i in indices for piece in flat[i].split(units)]
         at_once = max(1, units // counts[indices[0]])  # one, if a tensor has more than one piece
         products = [
-            _project(pieces[first : first + at_once], index_M, numbers_MP) for first in range(0, len(pieces), at_once)
+            _project(pieces[first : first + at_once], index_M, numbers_MJ) for first in range(0, len(pieces), at_once)
         ]
         for i, of_tensor in zip(indices, torch.cat(products).split(counts[indices[0]]), strict=True):
             projected[i] = of_tensor
     return torch.cat([torch.cat(squares)[:, None], torch.cat(projected)], dim=1)
 
 
-def _project(pieces: Sequence[Tensor], index_M: Tensor | None, numbers_MP: Tensor) -> Tensor:
+def _project(pieces: Sequence[Tensor], index_M: Tensor | None, numbers_MJ: Tensor) -> Tensor:
     sampled = pieces if index_M is None else [piece.index_select(1, index_M) for piece in pieces]
-    return torch.cat(list(sampled)).double() @ numbers_MP
+    return torch.cat(list(sampled)).double() @ numbers_MJ
 
 
 @functools.lru_cache(maxsize=512)
 def _draw(
     size: tuple[int, ...], begin: tuple[int, ...], shape: tuple[int, ...], projections: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """Of the sampled elements of a unit: [M] indices of those in the box, None = all of it; fp64 [M, P] numbers."""
+    """Of the sampled elements of a unit: [M] indices of those in the box, None = all of it; fp64 [M, J] numbers."""
     skip = 1 if len(shape) >= STACK else 0
     size, begin, shape = size[skip:], begin[skip:], shape[skip:]
     seed = int.from_bytes(hashlib.sha256(repr(shape).encode()).digest()[:8], "little") >> 1
     random, numel = torch.Generator().manual_seed(seed), math.prod(shape)
     whole_M = torch.arange(numel) if numel <= SAMPLES else torch.randint(numel, (SAMPLES,), generator=random).sort()[0]
-    numbers_MP = torch.randn(len(whole_M), projections, dtype=torch.float64, generator=random)
+    numbers_MJ = torch.randn(len(whole_M), projections, dtype=torch.float64, generator=random)
     inside_M, local_M = torch.ones(len(whole_M), dtype=torch.bool), torch.zeros_like(whole_M)
     stride = numel
     for dim, length in enumerate(shape):
@@ -100,4 +100,4 @@ def _draw(
         inside_M &= (place_M >= 0) & (place_M < size[dim])
         local_M = local_M * size[dim] + place_M
     index_M = None if numel <= SAMPLES else local_M[inside_M].to(device)
-    return index_M, numbers_MP[inside_M].to(device)
+    return index_M, numbers_MJ[inside_M].to(device)

@@ -19,7 +19,6 @@ from foundry_moe.launch.run_config import (
     mesh_of,
     plain,
     ranks_that_train,
-    read_moe,
 )
 from foundry_moe.launch.run_files import file_mistakes, missing_files
 from foundry_moe.parallel.mesh import MeshPlan, plan_mesh
@@ -45,7 +44,7 @@ def check_command(arguments: argparse.Namespace) -> int:
     mesh = f", mesh {_planned(run, config, machine)}" if machine else ""
     if arguments.data:
         raise_mistakes(missing_files(run))
-    print(f"ok: {describe(run)}{mesh}")
+    print(f"ok: {describe(run, config)}{mesh}")
     for sentence in [*missing_files(run), *device_notes(run), *descriptor_notes(arguments.gpus or 1)]:
         print(f"note: {sentence}")
     return 0
@@ -56,7 +55,7 @@ def _planned(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine)
     if config is not None and config.mesh == AUTO:
         return planner.plan_run(run, _h100s(machine)).mesh
     used, experts = ranks_that_train(run, config, machine), None if config is None else config.num_experts
-    keys = mesh_of(run) or MeshConfig()
+    keys = mesh_of(run, config) or MeshConfig()
     return plan_mesh(keys, world_size=used, ranks_per_node=machine[1], num_experts=experts)
 
 
@@ -76,7 +75,7 @@ def descriptor_notes(gpus: int) -> list[str]:
     ]
 
 
-def describe(run: Mapping[str, Any]) -> str:
+def describe(run: Mapping[str, Any], config: MoEConfig | None) -> str:
     """The run in one line: model, experts, batch, length and precision."""
     model = section(run, "model")
     words = [str(model["name"])]
@@ -84,7 +83,6 @@ def describe(run: Mapping[str, Any]) -> str:
         words.append(f"{model['n_layers']} layers of width {model['d_model']}")
     elif "pretrained_model_name_or_path" in model:
         words.append(str(model["pretrained_model_name_or_path"]))
-    config = read_moe(run)
     if config is None:
         words.append("no experts")
     else:

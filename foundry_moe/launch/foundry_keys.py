@@ -7,7 +7,7 @@ other packages are read from their entry points, which are not loaded. `run_valu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -54,18 +54,19 @@ def table() -> Mapping[str, Any]:
     return json.loads(Path(__file__).with_name("run_keys.json").read_text())
 
 
-def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str]:
+def key_mistakes(run: Mapping[str, Any], *, rules: bool = False, skipped: Sequence[str] = ()) -> Iterator[str]:
     """A sentence for each key of a run that is unknown, missing, or whose value has the wrong type.
 
     Args:
         rules: check each value by the rule for it too, where keys and kinds are right.
+        skipped: paths of keys whose values are not checked.
     """
     shape = table()["run"]
     for key in run:
         if key not in shape["keys"]:
             meant = nearest(key, shape["keys"])
             yield f"{key} is not a key of a run; {meant}; keys of your own go under `variables`"
-    walk = _Walk(rules=rules, foreign=bool(run.get("code_paths")))
+    walk = _Walk(rules=rules, foreign=bool(run.get("code_paths")), skipped=skipped)
     yield from walk.shape("", {key: value for key, value in run.items() if key not in _OF_ENTRIES}, shape)
     for key, registry in _NAMED.items():
         several = isinstance(run.get(key), list)  # evaluation sets
@@ -89,14 +90,17 @@ def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True)
 class _Walk:
-    """foreign: the run imports code of its own, which may register other names. rules: as in `key_mistakes`."""
+    """foreign: the run imports code of its own, which may register other names. Others: as in `key_mistakes`."""
 
     foreign: bool
     rules: bool
+    skipped: Sequence[str]
 
     def entry(self, where: str, name: str, settings: Any, registry: str) -> Iterator[str]:
         """Mistakes in a registered name and the keys given to it."""
         shape = _shape_of(registry, name)
+        if where in self.skipped:
+            return
         if shape is None:
             names = known_names(registry)
             if name not in names and not self.foreign:
@@ -129,6 +133,8 @@ class _Walk:
             yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
         for key, value in settings.items():
             known = keys.get(key, "any")
+            if f"{prefix}{key}" in self.skipped:
+                continue
             if isinstance(known, str):
                 # Python's signatures are not enforced: null often means the default, if no rule excludes it
                 if value is not None or not where or " " in known:

@@ -26,7 +26,7 @@ from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit, whole_paths
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
 from foundry_moe.parallel.mesh import check_expert_widths, divisors, listed, plan_mesh
-from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section
+from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section, sentences_of
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
@@ -126,11 +126,13 @@ def check_whole_run(run: Mapping[str, Any], machine: Machine | None = None) -> M
         ValueError: a sentence for each mistake, with key, value and fix. Values are checked once the experts' keys, and
             all keys and the types of their values, are right.
     """
-    experts = caught(read_moe, run)
-    # `read_moe` alone reports mistakes in the experts' keys
-    named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
-    raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
-    config = read_moe(run)
+    config, experts = None, ()  # type: tuple[MoEConfig | None, tuple[str, ...]]
+    try:
+        config = read_moe(run)
+    except UserError as error:  # which alone reports mistakes in the experts' keys
+        experts = sentences_of(error)
+    skipped = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
+    raise_mistakes([*experts, *key_mistakes(run, skipped=skipped)])
     mistakes = [*own_mistakes(run, config, machine or launched_machine()), *key_mistakes(run, rules=True)]
     for check in VALUE_CHECKS:
         mistakes += check(run, config)
@@ -210,12 +212,11 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     return None
 
 
-def mesh_of(run: Mapping[str, Any]) -> MeshConfig | None:
+def mesh_of(run: Mapping[str, Any], config: MoEConfig | None) -> MeshConfig | None:
     """The mesh of a run: `mesh` of its experts, or `algorithms.dmoe_mesh`; None where it has neither.
 
-    `mesh: auto` is a mesh of any number of GPUs until it is chosen.
+    `mesh: auto` is a mesh of any number of GPUs until it is chosen. `config`: of `read_moe`.
     """
-    config = read_moe(run)
     if config is not None and config.mesh is not None:
         return config.mesh_config
     keys = section(run, "algorithms").get("dmoe_mesh")
@@ -224,7 +225,7 @@ def mesh_of(run: Mapping[str, Any]) -> MeshConfig | None:
 
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None) -> None:
     """Raises ValueError if a mesh, the batch or the experts do not fit; without a machine, any number of GPUs."""
-    mesh = mesh_of(run)
+    mesh = mesh_of(run, config)
     if machine is not None:
         used = ranks_that_train(run, config, machine)
         check_fit(run, used=used, config=config)
@@ -253,7 +254,7 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: 
         ValueError: see `ranks_in_use`.
     """
     world_size, ranks_per_node = machine or launched_machine() or (1, 1)
-    mesh = mesh_of(run)
+    mesh = mesh_of(run, config)
     if mesh is None:
         return world_size
     return ranks_in_use(

@@ -22,15 +22,8 @@ from foundry_moe.models.blocks import (
 )
 from foundry_moe.schema import UserError, yaml_value
 
-# names in transformers' ACT2FN, for GLUs; of several names with one meaning the first is written
-_GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "relu": "reglu",
-}
+# by name in transformers' ACT2FN
+_GATED = {theirs: ours for ours, activation in ACTIVATIONS.items() for theirs in activation.hugging_face}
 # what most families call the fields of `Blocks`
 _KEYS = {
     "d_model": "hidden_size",
@@ -139,7 +132,7 @@ class Family:
             raise UserError(
                 f"activation ({value}): experts of {self.name} are GLUs; use swiglu, geglu, geglu_tanh or reglu"
             )
-        return next(theirs for theirs, ours in _GATED.items() if ours == value)
+        return ACTIVATIONS[value].hugging_face[0]
 
     def sparse_layers(self, config: Any, num_layers: int) -> tuple[int, ...]:
         """Indices of its sparse layers."""

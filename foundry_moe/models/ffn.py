@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundry_moe.config import ACTIVATIONS
 from foundry_moe.schema import UserError
 
 
@@ -73,7 +74,7 @@ class DenseFFN:
         return tuple(name for name, linear in modules.items() if getattr(linear, "bias", None) is not None)
 
 
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_GLU_OF = {activation.pointwise: name for name, activation in ACTIVATIONS.items() if activation.gated}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
 _MODULES = {
     "SiLU": "silu",
@@ -148,7 +149,7 @@ def read_dense(module: nn.Module) -> DenseFFN | None:
                     module=module,
                     names=dict(zip(roles, names, strict=True)),
                     transposed=kind == "Conv1D",
-                    activation=_GATED.get(name or "") if len(roles) == 3 else name,
+                    activation=_GLU_OF.get(name or "") if len(roles) == 3 else name,
                     dropout=getattr(dropout, "p", dropout if isinstance(dropout, float) else 0.0),
                     act=act,
                 )

@@ -15,7 +15,7 @@ from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
 from foundry_moe.config import AUTO, MeshConfig, can_cut_rows, check_batch_size
-from foundry_moe.launch.run_config import mesh_of, read_moe
+from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
 from foundry_moe.schema import UserError, section
@@ -131,13 +131,12 @@ def plan_run(
         ValueError: the run has no experts, its model is not supported, or its mesh or batch is invalid.
     """
     shape = shape or read_shape(run)
-    moe = read_moe(run)
-    if mesh is None and moe is not None and moe.mesh == AUTO:
+    if mesh is None and shape.moe.mesh == AUTO:
         found, invalid = search_meshes(run, machine, shape)
         if not found:
             raise UserError(f"mesh (auto): {next(iter(invalid.values()))}")
         return found[0]
-    config = mesh or mesh_of(run) or MeshConfig()
+    config = mesh or mesh_of(run, shape.moe) or MeshConfig()
     batch = run.get("global_train_batch_size")
     nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": shape.moe.num_experts}
     gpus = ranks_in_use(config, world_size=machine.gpus, batch_size=batch, **nodes)
@@ -199,7 +198,7 @@ def search_meshes(
         ValueError: the run has no experts, its model is not supported, or a key is invalid.
     """
     shape = shape or read_shape(run)
-    given = mesh_of(run) or MeshConfig()
+    given = mesh_of(run, shape.moe) or MeshConfig()
     plans, invalid = [], {}
     for expert in divisors(shape.moe.num_experts):
         for shard in divisors(machine.gpus // expert) if machine.gpus % expert == 0 else ():

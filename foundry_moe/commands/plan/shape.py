@@ -292,7 +292,7 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         sequence=int(run.get("max_seq_len") or 2048),
         ffn_hidden=getattr(config, "intermediate_size", 4 * config.hidden_size),
         ffn_matrices=3,
-        moe=first.config,
+        moe=replace(first.config, mesh=moe.mesh),
         around_ffn=around / len(blocks),
         beside_experts=mean([count(layer) - count(layer.experts) for layer in layers.values()]),
         dense_ffn=mean([size for name, size in blocks.items() if name not in layers]),

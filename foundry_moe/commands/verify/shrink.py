@@ -83,8 +83,9 @@ def shrink(
         ValueError: a mesh for a run without one.
     """
     small = copy.deepcopy({key: value for key, value in run.items() if key in _KEPT})
-    config, keys = read_moe(small), mesh_of(small)
+    config = read_moe(small)
     assert config is not None
+    keys = mesh_of(small, config)
     if keys is not None:
         mesh = mesh or _small_mesh(keys, config.num_experts)
         set_mesh(small, mesh)
