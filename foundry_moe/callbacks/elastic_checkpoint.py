@@ -1,7 +1,7 @@
 """The Composer callback `elastic_checkpoint`: when a run saves, resumes, stops and rewinds.
 
-How it saves and resumes is in `run_checkpoints`, how it stops in `preemption`, and how nonfinite values are detected in
-`nonfinite`.
+How it saves and resumes is in `run_checkpoints`, how it stops in `launch.ending`, and how nonfinite values are detected
+in `nonfinite`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as torch_dist
 from composer.core import Precision, State
 from composer.utils import dist
+from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe, name_ranks
-from foundry_moe.callbacks.preemption import StopSignals, shield_workers
+from foundry_moe.launch.ending import OutliveSignals, StopSignals
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
@@ -195,3 +196,9 @@ def check_microbatches(counts: Sequence[int], batch: int, size: object) -> None:
             f"train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at least the batch of "
             "each rank"
         )
+
+
+def shield_workers(loader: object, names: Sequence[str], seconds: float) -> None:
+    """Lets the workers that a data loader will start outlive the signals."""
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, OutliveSignals):
+        loader.worker_init_fn = OutliveSignals(names, seconds, loader.worker_init_fn)

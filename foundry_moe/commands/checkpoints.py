@@ -45,7 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     show.add_argument(
         "--gpus", type=positive_int, action="append", help="list the meshes of this many GPUs; may be repeated"
     )
-    show.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000", run_verify)
     verify.add_argument("--step", type=int, help="default: all")
     what = "remove objects of no checkpoint, and old checkpoints with --keep"
@@ -67,11 +66,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--format",
         choices=("safetensors", "dcp", "torch"),
         default="safetensors",
-        help="safetensors: files with an index (default) | dcp: a folder as torch.distributed.checkpoint writes it | "
-        "torch: one file of torch.save; memory holds the state once for dcp and torch",
+        help="safetensors: the model in files with an index (default) | dcp: all of the state as a folder of "
+        "torch.distributed.checkpoint | torch: the same as one file of torch.save; memory holds the state once for dcp "
+        "and torch",
     )
     export.add_argument("--step", type=int, help="default: the newest that is good")
-    export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
     export.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
     what = "make a folder's first checkpoint from weights of another format"
     importing = command("import", what, "s3://bucket/new-run weights.safetensors", run_import)
@@ -173,9 +172,6 @@ def run_show(arguments: argparse.Namespace) -> int:
     for gpus in arguments.gpus or [int(info.get("world_size", 1))]:
         meshes = " ".join(f"({r},{s},{e})" for r, s, e in meshes_that_hold(manifest, gpus))
         print(f"meshes of {gpus} that can read it (replicate, shard, expert): {meshes or 'none'}")
-    if arguments.tensors:
-        for name, entry in manifest.tensors.items():
-            print(f"  {name} {entry.dtype} {list(entry.shape)} {len(entry.object_B)} blocks")
     return 0
 
 
@@ -256,14 +252,14 @@ def run_export(arguments: argparse.Namespace) -> int:
     from foundry_moe.commands.exported_files import INDEX, export, export_state
 
     store, ledger = open_folder(arguments.folder, arguments)
-    out, section = arguments.out, arguments.section
+    out = arguments.out
 
     def write(found: Found) -> str:
         if arguments.format == "safetensors":
-            names = export(store, found, out, section=section or "model", file_bytes=arguments.file_gb * 1e9)
+            names = export(store, found, out, file_bytes=arguments.file_gb * 1e9)
             count, where = len(names), f"{len(set(names.values()))} files, {out / INDEX}"
         else:
-            count, where = export_state(store, found, out, arguments.format, section), str(out)
+            count, where = export_state(store, found, out, arguments.format), str(out)
         return f"step {found.commit.step}: {count} tensors in {where}"
 
     print(with_checkpoint(ledger, arguments.step, write))

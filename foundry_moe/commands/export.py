@@ -69,7 +69,7 @@ def _read(store: Store, found: Found) -> tuple[Architecture, Weights]:
     """
     where = f"the checkpoint of step {found.commit.step} in {store.url}"
     architecture = Architecture.from_info(found.manifest.info, where)
-    prefix, weights = architecture.prefix, Weights.of(store, found, "model")
+    prefix, weights = architecture.prefix, Weights.of(store, found)
     dense = next((name for name in weights.sources if ".lora_A." in name), None)
     if dense is not None:
         raise UserError(

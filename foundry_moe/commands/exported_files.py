@@ -65,20 +65,20 @@ class Weights:
     sources: Mapping[str, Source]
 
     @staticmethod
-    def of(store: Store, found: Found, section: str) -> Weights:
-        """The tensors of a section, `model` as a rule, by name without the section's, in the manifest's order.
+    def of(store: Store, found: Found) -> Weights:
+        """The model's tensors by name, in the manifest's order.
 
         Raises:
-            CheckpointError: there is no such section.
+            CheckpointError: there are none.
         """
-        prefix = section + "."
+        prefix = "model."
         manifest = found.manifest
         every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
         every |= {name: Source.of(tensor) for name, tensor in inline_tensors(manifest.values).items()}
         sources = {name.removeprefix(prefix): source for name, source in every.items() if name.startswith(prefix)}
         if not sources:
             sections = sorted({name.split(".")[0] for name in manifest.tensors})
-            raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
+            raise CheckpointError(f"the checkpoint has no section 'model'; it has: {', '.join(sections)}")
         return Weights(store=store, found=found, sources=sources)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -121,17 +121,17 @@ def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: float) -> dict[str, str]:
-    """Writes a section of a commit to the folder `out`, as it is; returns the file of each tensor, as the index has it.
+def export(store: Store, found: Found, out: Path, *, file_bytes: float) -> dict[str, str]:
+    """Writes the model of a commit to the folder `out`, as it is; returns the file of each tensor, as the index has it.
 
     Args:
         file_bytes: a file ends before it would grow beyond this; one tensor may.
 
     Raises:
         ValueError: `out` is in use.
-        CheckpointError: there is no such section, or data is damaged: then nothing is written.
+        CheckpointError: there is no model, or data is damaged: then nothing is written.
     """
-    weights = Weights.of(store, found, section)
+    weights = Weights.of(store, found)
     targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
     with beside(out) as partial:
         return write_targets(weights, targets, partial, file_bytes=file_bytes)
@@ -178,25 +178,20 @@ def _dtype_of(target: Target, sources: Mapping[str, Source], dtype: str | None) 
     return DTYPES[dtype] if dtype and own.is_floating_point and not target.keeps_dtype else own
 
 
-def export_state(store: Store, found: Found, out: Path, kind: str, section: str | None = None) -> int:
+def export_state(store: Store, found: Found, out: Path, kind: str) -> int:
     """Writes the state, which memory holds once, as PyTorch's own functions do; returns how many tensors it has.
 
     Args:
         kind: `dcp`, a folder for `FileSystemReader`, or `torch`, one file of `torch.save`.
-        section: this part of the state alone, for example `model`.
 
     Raises:
         ValueError: `out` is in use.
-        CheckpointError: there is no such section, or data is damaged: then nothing is written.
+        CheckpointError: data is damaged: then nothing is written.
     """
     contents = Contents(found.manifest)
-    paths = {name: path for name, path in contents.paths.items() if section in (None, path[0])}
-    if not paths:
-        sections = sorted({str(path[0]) for path in contents.paths.values()})
-        raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
-    stored = exchange.read_whole(store, found, [name for name in found.manifest.tensors if name in paths])
+    stored = exchange.read_whole(store, found, list(found.manifest.tensors))
     state: dict[str, Any] = {}
-    for name, path in paths.items():
+    for name, path in contents.paths.items():
         set_element(state, path, stored[name] if name in stored else contents.value(name))
     with beside(out, folder=kind == "dcp") as partial, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -208,4 +203,4 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
         except CheckpointException as failed:
             reason, _ = next(iter(failed.failures.values()))
             raise CheckpointError(f"{out} cannot be written: {reason}") from failed
-    return sum(isinstance(contents.leaves[name], Tensor) for name in paths)
+    return sum(isinstance(contents.leaves[name], Tensor) for name in contents.paths)

@@ -19,7 +19,6 @@ _INTERVALS = {
     **dict.fromkeys((*_OURS, "async_eval", "generate_callback", "memory_snapshot"), "interval"),
     "hf_checkpointer": "save_interval",
 }
-_SAVE_INTERVAL = "1000ba"  # LLM Foundry's default
 
 
 def time_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
@@ -29,8 +28,6 @@ def time_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[
     if forms or "max_duration" not in run:
         return
     yield from _scheduler(run)
-    yield from _curriculum(run)
-    yield from _async_eval(run)
 
 
 def _forms(run: Mapping[str, Any]) -> Iterator[str]:
@@ -97,35 +94,3 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"scheduler.t_warmup ({warmup}) must have the unit of {other}: write it in {wanted}"
     if (end_unit == unit and end < total) or (end_unit == "dur" and end < 1):
         yield f"scheduler.t_max ({last}) must not be below max_duration ({longest}): raise it, or leave it out"
-
-
-def _curriculum(run: Mapping[str, Any]) -> Iterator[str]:
-    where = "callbacks.curriculum_learning"
-    settings, longest = section(run, "callbacks", "curriculum_learning"), run["max_duration"]
-    schedule = settings.get("schedule")
-    if not settings or not isinstance(schedule, list):
-        return
-    durations = {"duration": settings.get("duration")}
-    for index, datamix in enumerate(schedule):
-        durations[f"schedule.{index}.duration"] = datamix.get("duration") if isinstance(datamix, Mapping) else None
-    total, unit, *_ = _parse(longest)
-    wrong = False
-    for key, value in durations.items():
-        number, own, *_ = time = Time(value, "ep") if fits(value, int) else parse_time(value) or Time(0.0, "")
-        if number <= 0 or own not in ("ep", "tok") or not time.of_composer:
-            yield f"{where}.{key} ({value!r}) must be a time above 0 in ep or tok"
-            wrong = True
-        elif own != unit:
-            yield f"{where}.{key} ({value}) must have the unit of max_duration ({longest}): write both in ep or in tok"
-            wrong = True
-    if not wrong and (added := sum(_parse(value).amount for value in durations.values())) != total:
-        yield f"{where}: the durations add up to {added:g}{unit}, and max_duration ({longest}) must be as long"
-
-
-def _async_eval(run: Mapping[str, Any]) -> Iterator[str]:
-    interval, saves = section(run, "callbacks", "async_eval").get("interval"), run.get("save_interval", _SAVE_INTERVAL)
-    if interval is None:
-        return
-    (every, unit, *_), (each, save_unit, *_) = _parse(interval), _parse(saves)
-    if unit != save_unit or not each or every % each:
-        yield f"callbacks.async_eval.interval ({interval}) must be a multiple of save_interval ({saves}), in its unit"

@@ -45,7 +45,7 @@ from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
 from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig
-from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, SECOND_S, SLACK_S, stop_settings, stopped_early
 from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
@@ -53,7 +53,6 @@ from foundry_moe.launch.network import LOOPBACK
 from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR, run_cleanly
 
 SETTLE_S = 2.0  # for ranks that end with an error that all have
-SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 CUT_SHORT = "Ended by a second SIGINT before the save was complete: the next start resumes the newest checkpoint."
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from foundry_moe.callbacks.preemption import OutliveSignals, StopSignals, shield_workers
+from foundry_moe.callbacks.run_watch import shield_workers
 from foundry_moe.launch import ending
-from foundry_moe.launch.ending import Restart
+from foundry_moe.launch.ending import OutliveSignals, Restart, StopSignals
 
 
 def test_the_first_signal_is_recorded_and_handlers_are_restored() -> None:

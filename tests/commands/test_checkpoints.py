@@ -32,11 +32,10 @@ def test_ls_and_show_say_what_is_there(folder, capsys) -> None:
     assert tool("ls", folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "3", "2", "1"]
-    assert tool("show", folder, "--gpus", 8, "--tensors") == 0
+    assert tool("show", folder, "--gpus", 8) == 0
     out = capsys.readouterr().out
     assert "step 3, attempt" in out and "mesh.expert must divide 4, and beside it mesh.shard must divide 16" in out
     assert "(8,1,1)" in out and "(2,1,4)" in out and "(1,1,8)" not in out and "(1,8,1)" in out
-    assert "model.experts bfloat16 [4, 16, 64] 1 blocks" in out or "4 blocks" in out
     assert tool("show", folder, "--step", 7) == 2
     assert "holds no checkpoint of step 7; it holds: 1, 2, 3" in capsys.readouterr().err
 
@@ -179,8 +178,6 @@ def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) 
     damage(store, 3, "object missing")
     assert tool("export", folder, tmp_path / "older") == 0
     assert "step 2:" in capsys.readouterr().out
-    assert tool("export", folder, tmp_path / "nothing", "--section", "models") == 1
-    assert "has no section 'models'; it has: model, optim, values" in capsys.readouterr().err
     flip_bytes(store, 2)
     assert tool("export", folder, tmp_path / "bad", "--step", 2) == 1
     told = capsys.readouterr().err
@@ -219,16 +216,9 @@ def test_export_to_pytorchs_formats_and_back(folder, tmp_path, capsys) -> None:
         loaded = CheckpointEngine(open_store(str(tmp_path / f"new {number}"))).load({"model": make_state(0)["model"]})
         for name, tensor in expected["model"].items():
             assert torch.equal(loaded.state["model"][name], tensor), name
-    assert tool("export", folder, tmp_path / "part", "--format", "dcp", "--section", "optim") == 0
-    names = dcp.FileSystemReader(tmp_path / "part").read_metadata().state_dict_metadata
-    assert {name.split(".")[0] for name in names} == {"optim"}
     capsys.readouterr()
-    for code, *words in (
-        (2, stock, "--format", "dcp"),
-        (2, single, "--format", "torch"),
-        (1, tmp_path / "x", "--section", "models"),
-    ):
-        assert tool("export", folder, *words) == code
+    for words in ((stock, "--format", "dcp"), (single, "--format", "torch")):
+        assert tool("export", folder, *words) == 2
     said = capsys.readouterr().err
     assert f"{stock} exists and is not empty: name a new path" in said
     assert f"{single} exists: name a new path" in said

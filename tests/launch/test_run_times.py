@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from composer.core import Time, Timestamp
-from llmfoundry.callbacks.async_eval_callback import validate_interval
-from llmfoundry.callbacks.curriculum_learning_callback import CurriculumLearning
 from llmfoundry.utils.builders import build_scheduler
 
 from foundry_moe.cli import main
@@ -67,41 +65,6 @@ def test_a_check_refuses_the_inverse_square_roots_that_llm_foundry_refuses() -> 
         if differs(scheduler, longest):
             wrong.append((scheduler, longest))
     assert not wrong, wrong[:5]
-
-
-def curriculum_mistakes(longest: str, *durations: Any) -> list[str]:
-    schedule = [{"duration": duration, "dataset": {}} for duration in durations[1:]]
-    settings = {"duration": durations[0], "schedule": schedule}
-    return list(time_mistakes({"max_duration": longest, "callbacks": {"curriculum_learning": settings}}, None))
-
-
-def test_a_check_refuses_the_curricula_that_llm_foundry_refuses() -> None:
-    cases = product(("3ep", "3tok", "3ba"), ("1ep", "1tok", "1ba", 1, "0ep"), ("2ep", "2tok", 2, "1ep"))
-    verdicts = set()
-    for longest, first, second in cases:
-        state: Any = SimpleNamespace(max_duration=Time.from_timestring(longest), train_dataloader=None)
-        config = {"train_loader": {"dataset": {}}, "device_train_batch_size": 1}
-        try:
-            callback = CurriculumLearning(config, [{"duration": second, "dataset": {}}], first)
-            callback._validate_dataloader = lambda loader: None  # type: ignore[method-assign]
-            callback.before_load(state, None)  # type: ignore[arg-type]
-            fails = False
-        except ValueError:
-            fails = True
-        assert bool(curriculum_mistakes(longest, first, second)) == fails, (longest, first, second)
-        verdicts.add(fails)
-    assert verdicts == {True, False}
-
-
-def test_a_check_refuses_the_intervals_of_async_eval_that_llm_foundry_refuses() -> None:
-    for interval, saves in product(("1ep", "4ba", 2, "6ba"), ("2ba", "1ep", 3, "4ba")):
-        run = {"max_duration": "9ba", "save_interval": saves, "callbacks": {"async_eval": {"interval": interval}}}
-        try:
-            validate_interval(interval, saves)
-            fails = False
-        except ValueError:
-            fails = True
-        assert bool(list(time_mistakes(run, None))) == fails, (interval, saves)
 
 
 @pytest.mark.parametrize("longest", ["2h", "1h30m", "1e6tok", "3ep"])
