@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
@@ -63,6 +63,18 @@ def caught(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
     except UserError as error:
         return sentences_of(error)
     return ()
+
+
+def shorten(items: Iterable[object], most: int = 3) -> str:
+    """The first few of many as text: `a, b, c and 9 more`."""
+    items = list(items)
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """`rank 3`, or `ranks 0, 1, 2 and 9 more`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shorten(ranks, most)}"
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

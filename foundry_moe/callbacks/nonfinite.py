@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.ops.finite import NonfiniteSearch
-from foundry_moe.schema import plain_name
+from foundry_moe.schema import name_ranks, plain_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +166,6 @@ def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
             f"{plain_name(gradients[-1])}{_more(gradients)}"
         )
     return batch, "no rank found it in its own part"
-
-
-def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
-    """The ranks as text, the first few of many: `ranks 0, 1, 2 and 9 more`."""
-    shown = ", ".join(str(rank) for rank in ranks[:most])
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
-        f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    )
 
 
 def _more(names: Sequence[str]) -> str:

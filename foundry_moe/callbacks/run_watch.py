@@ -16,12 +16,12 @@ from composer.core import Precision, State
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe, name_ranks
+from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe
 from foundry_moe.launch.ending import OutliveSignals, StopSignals
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, name_ranks
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from foundry_moe.certify.record import Quantity, Record, Step
 from foundry_moe.certify.sketch import STACK
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, shorten
 
 # Sums in another order: measured up to 3e-15 in fp64, 1e-6 in fp32, a few units of rounding in 16 bits.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
@@ -133,7 +133,7 @@ def _other_parameters(a: Record, b: Record) -> Iterator[str]:
     for one, other in ((a, b), (b, a)):
         missing = [name for name in one.shapes if name not in other.shapes]
         if missing:
-            yield f"{other.name} has no parameter {_listed(missing)}"
+            yield f"{other.name} has no parameter {shorten(missing)}"
     for name in a.shapes:
         if name in b.shapes and a.shapes[name] != b.shapes[name]:
             yield f"{name} has shape {list(a.shapes[name])} in {a.name} and {list(b.shapes[name])} in {b.name}"
@@ -145,13 +145,8 @@ def _replicas(record: Record) -> Iterator[str]:
             apart = [name for name, off in quantity.apart.items() if not off <= SAME_BITS]
             if apart and (kind == "weight" or kind.startswith("state ")):
                 when = "before the first step" if step is record.begin else f"after step {step.number}"
-                yield f"{record.name}: {kind} of {_listed(apart)} differs between replicas {when}"
+                yield f"{record.name}: {kind} of {shorten(apart)} differs between replicas {when}"
                 return
-
-
-def _listed(names: Sequence[object], most: int = 3) -> str:
-    shown = ", ".join(map(str, names[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _norm(row: Sequence[float] | None) -> float:
@@ -281,7 +276,7 @@ class _Judge:
 
     def left_out(self) -> Iterator[str]:
         if found := sorted(self._left_out):
-            yield f"not compared at steps where their gradients are of rounding size: {_listed(found)}"
+            yield f"not compared at steps where their gradients are of rounding size: {shorten(found)}"
 
     def _note_loss(self, ours: Step, theirs: Step, limit: float) -> None:
         a, b = ours.mean_loss, theirs.mean_loss
@@ -301,10 +296,10 @@ class _Judge:
         in_a, in_b = never(self.a), never(self.b)
         lost = [name for name in self.names if name in in_b - in_a]
         if lost:
-            yield f"{self.b.name}: {_listed(lost)} never has a gradient"
+            yield f"{self.b.name}: {shorten(lost)} never has a gradient"
         both = [name for name in self.names if name in in_b & in_a]
         if both:
-            self.notes.append(f"never a gradient in both: {_listed(both)}")
+            self.notes.append(f"never a gradient in both: {shorten(both)}")
 
     def diagnose(self, first: Difference) -> Iterator[str]:
         """Sentences on the cause of the first difference; none for one of no known kind."""
@@ -323,7 +318,7 @@ class _Judge:
         wrong = [pairs[unit] for unit in first.units]
         if first.kind.startswith("state ") and all(_norm(p.b) == 0 for p in wrong):
             lost = "restarted at zero" if self.b.steps else "is missing or zero"
-            yield f"{first.kind} of {stacks or _listed(first.units)} {lost} {where}"
+            yield f"{first.kind} of {stacks or shorten(first.units)} {lost} {where}"
         elif first.kind.startswith("state ") and not at_start and (reset := self._restarted(first)):
             yield reset
         elif at_start and (stale := self._stale(first)) is not None:
@@ -355,7 +350,7 @@ class _Judge:
                 continue
             for rank in range(record.ranks):
                 if all(indices == set(record.units_held(name, rank)) for name, indices in wrong.items()):
-                    return f"the experts of rank {rank} of {record.name} ({_listed(sorted(wrong))})"
+                    return f"the experts of rank {rank} of {record.name} ({shorten(sorted(wrong))})"
         return ""
 
     def _restarted(self, first: Difference) -> str:
@@ -387,7 +382,7 @@ class _Judge:
     def _of_gradients(
         self, first: Difference, ours: Step, theirs: Step, wrong: Sequence[Pair], where: str
     ) -> Iterator[str]:
-        what = "all gradients" if len(wrong) == first.compared else f"the gradients of {_listed(first.units)}"
+        what = "all gradients" if len(wrong) == first.compared else f"the gradients of {shorten(first.units)}"
         divided = {name for name, parts in self._divided.items() if parts > 1}
         if divided and {pair.unit.name for pair in wrong} == divided:
             what = "the gradients of all experts"

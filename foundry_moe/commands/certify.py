@@ -22,7 +22,7 @@ from foundry_moe.certify import (
 from foundry_moe.checkpoint.dcp_reader import Reader
 from foundry_moe.commands.argument_types import TRUST
 from foundry_moe.commands.chosen_checkpoint import open_folder
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, shorten
 
 SHOWN = 5  # units of the first difference
 
@@ -76,11 +76,9 @@ def _stored(arguments: argparse.Namespace) -> tuple[StoredTensors, int | None]:
 def _as_text(report: Report) -> str:
     lines = list(report.symptoms)
     if (first := report.first) is not None:
-        shown = ", ".join(map(str, first.units[:SHOWN]))
-        more = f" and {len(first.units) - SHOWN} more" if len(first.units) > SHOWN else ""
         lines.append(
             f"first difference: step {first.step}, {first.kind}: {len(first.units)} of {first.compared} tensors, up to "
-            f"{first.largest:.1e} (tolerance {first.tolerance:.0e}): {shown}{more}"
+            f"{first.largest:.1e} (tolerance {first.tolerance:.0e}): {shorten(first.units, SHOWN)}"
         )
     lines += [f"note: {note}" for note in report.notes]
     steps = f"{len(report.steps)} steps compared" if report.steps else "weights and states at the start compared"

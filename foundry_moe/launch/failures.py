@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from foundry_moe.schema import name_ranks
+
 LAST_LINES = 60  # of a failed rank's output
 MOST_RANKS = 20  # named in a sentence
 
@@ -54,15 +56,15 @@ def print_cause(codes: Mapping[int, int], logs: Path) -> None:
     # after an error of a rank others may abort; any other signal comes from outside or is the error
     died = [rank for rank, code in codes.items() if code < 0 and not (failures and code == -signal.SIGABRT)]
     if died:
-        print(f"{_ranks(died)} died of {signal.Signals(-codes[died[0]]).name}", file=sys.stderr)
+        print(f"{name_ranks(died, MOST_RANKS)} died of {signal.Signals(-codes[died[0]]).name}", file=sys.stderr)
         _print_output(died[0], logs)
     elif failures:
         first = failures[0]
         same = sorted(failure.rank for failure in failures if failure.frames == first.frames)
         if 0 not in same:
-            print(f"{_ranks(same)} failed:\n{first.traceback.rstrip()}", file=sys.stderr)
+            print(f"{name_ranks(same, MOST_RANKS)} failed:\n{first.traceback.rstrip()}", file=sys.stderr)
         elif len(same) > 1:
-            print(f"{_ranks(same)} failed with the error above", file=sys.stderr)
+            print(f"{name_ranks(same, MOST_RANKS)} failed with the error above", file=sys.stderr)
     elif cause := [rank for rank, code in codes.items() if rank or code not in (0, 1)]:
         print(f"rank {cause[0]} ended with exit code {codes[cause[0]]}:", file=sys.stderr)
         _print_output(cause[0], logs)
@@ -85,12 +87,7 @@ def keep_logs(codes: Mapping[int, int], logs: Path, folder: Path) -> None:
     except OSError as error:
         print(f"warning: the output of failed ranks could not be kept in {kept}: {error.strerror}", file=sys.stderr)
     else:
-        print(f"the output of {_ranks(failed)} is in {kept}", file=sys.stderr)
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MOST_RANKS} more" if ranks[MOST_RANKS:] else ""
-    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:MOST_RANKS]))}{more}"
+        print(f"the output of {name_ranks(failed, MOST_RANKS)} is in {kept}", file=sys.stderr)
 
 
 def _output(rank: int, logs: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundry_moe.config import ACTIVATIONS
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +198,10 @@ def check_nothing_else(name: str, block: DenseFFN) -> None:
     known = tuple(f"{linear}." for linear in block.names.values())
     others = [parameter for parameter, _ in block.module.named_parameters() if not parameter.startswith(known)]
     if others:
-        shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise UserError(
-            f"blocks: {name} ({type(block.module).__name__}) also holds {shown}, which experts would replace: name a "
-            "module that holds the feed-forward block alone, if need be by moving its linear maps into one"
+            f"blocks: {name} ({type(block.module).__name__}) also holds {shorten(others, 4)}, which experts would "
+            "replace: name a module that holds the feed-forward block alone, if need be by moving its linear maps into "
+            "one"
         )
 
 

@@ -8,7 +8,7 @@ from composer.utils.dist import get_sampler
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.callbacks.nonfinite import Finding, name_ranks
+from foundry_moe.callbacks.nonfinite import Finding
 from foundry_moe.callbacks.run_watch import (
     FINITE,
     NO_NEWS,
@@ -21,6 +21,7 @@ from foundry_moe.callbacks.run_watch import (
 from foundry_moe.commands.check import GLOO_GROUPS
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.collectives import group_timeout
+from foundry_moe.schema import name_ranks
 from tests.helpers.launching import PRELOAD
 from tests.helpers.training import MOE, batches, fit, mpt
 
