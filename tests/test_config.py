@@ -5,7 +5,7 @@ import pickle
 import pytest
 from foundry_moe_kernels.permute_plan import MAX_EXPERTS
 
-from foundry_moe.config import MOST_EXPERTS, MeshConfig, MoEConfig
+from foundry_moe.config import MOST_EXPERTS, LoRAConfig, MeshConfig, MoEConfig
 from foundry_moe.schema import MistakesError, from_mapping
 
 pytestmark = pytest.mark.quick
@@ -110,3 +110,13 @@ def test_a_mapping_that_is_none_of_that_is_refused():
 def test_layers_selects(layers, chosen):
     config = parse(num_experts=2, layers=layers)
     assert [index for index in range(4) if config.selects(index)] == chosen
+
+
+def test_sub_configurations_are_dataclasses_whatever_the_user_gave() -> None:
+    mesh, lora = MeshConfig(expert=2), LoRAConfig(r=4)
+    typed = MoEConfig(num_experts=8, mesh=mesh, lora=lora)
+    written = from_mapping(MoEConfig, {"num_experts": 8, "mesh": {"expert": 2}, "lora": {"r": 4}}, "algorithms.dmoe")
+    assert (
+        typed == written and written.mesh is written.mesh_config == mesh and written.lora is written.lora_config == lora
+    )
+    assert MoEConfig(num_experts=8, mesh="auto").mesh_config == MeshConfig()

@@ -278,17 +278,18 @@ def check_device(run: Mapping[str, Any]) -> None:
     """Raises ValueError for a precision or a microbatch that needs a GPU, if torch sees none."""
     import torch
 
-    if run.get("device_train_microbatch_size", AUTO) == AUTO and not torch.cuda.is_available():
-        raise UserError(_AUTO_NEEDS_GPU)
-    precision = run.get("precision", "amp_bf16")
-    if precision != "fp32" and not torch.cuda.is_available() and not torch.backends.mps.is_available():
-        raise UserError(_NEEDS_GPU.format(precision))
+    if not torch.cuda.is_available():
+        raise_mistakes(_needs_gpu(run, mps=torch.backends.mps.is_available()))
 
 
 def device_notes(run: Mapping[str, Any]) -> list[str]:
     """The sentences of `check_device`, without importing torch."""
-    if any(Path(file).exists() for file in _GPU_FILES):
-        return []
+    return [] if any(Path(file).exists() for file in _GPU_FILES) else list(_needs_gpu(run))
+
+
+def _needs_gpu(run: Mapping[str, Any], *, mps: bool = False) -> Iterator[str]:
+    if run.get("device_train_microbatch_size", AUTO) == AUTO:
+        yield _AUTO_NEEDS_GPU
     precision = run.get("precision", "amp_bf16")
-    notes = [_AUTO_NEEDS_GPU] if run.get("device_train_microbatch_size", AUTO) == AUTO else []
-    return [*notes, *([] if precision == "fp32" else [_NEEDS_GPU.format(precision)])]
+    if precision != "fp32" and not mps:
+        yield _NEEDS_GPU.format(precision)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from foundry_moe.cli import main
 from foundry_moe.commands import check as check_command
-from foundry_moe.launch import foundry_keys
+from foundry_moe.config import MoEConfig
+from foundry_moe.launch import foundry_keys, run_config
 from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, plain
 from foundry_moe.launch.run_files import file_mistakes, missing_files
 from foundry_moe.launch.run_values import whole_paths
@@ -339,3 +341,16 @@ def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last:
         found = file_mistakes({"train_loader": loader, "global_train_batch_size": batch})
         assert len(found) == (0 if accepted else 1)
         assert accepted or "has 7 samples, fewer than global_train_batch_size (8)" in found[0]
+
+
+def test_the_experts_of_a_run_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[type] = []
+    original = run_config.from_mapping
+
+    def counted(cls: Any, *rest: Any) -> Any:
+        read.append(cls)
+        return original(cls, *rest)
+
+    monkeypatch.setattr(run_config, "from_mapping", counted)
+    check("model.moe.mesh={expert: 2}")
+    assert read.count(MoEConfig) == 1
