@@ -117,6 +117,17 @@ def test_sequences_are_rows_or_the_documents_packed_into_them():
         sequences_of(without, 5)
 
 
+def test_packed_documents_that_are_noted_are_those_of_the_next_pass_alone():
+    context, model = BatchContext(), Model()
+    context.observe(model)
+    seen = []
+    model.embed.register_forward_hook(lambda *_: seen.append(sequences_of(context, 6).sequences.index_T.tolist()))
+    context.set_tokens(None, None, torch.tensor([[0, 0, 1], [0, 1, 1]]))
+    for _ in range(2):
+        model(torch.zeros(2, 3, dtype=torch.long))
+    assert seen == [[0, 0, 1, 3, 4, 4], [0, 0, 0, 1, 1, 1]]
+
+
 def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
     context = BatchContext()
     loss = torch.tensor(2.0, requires_grad=True)
