@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from composer import Callback, Trainer
+from composer import Callback, Timestamp, Trainer
 from composer.core import State
 from composer.loggers import Logger
 from llmfoundry.callbacks.curriculum_learning_callback import CurriculumLearning
@@ -22,9 +24,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 from transformers import PreTrainedTokenizerFast
 
+from foundry_moe.callbacks.data_order import EpochSampler
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from tests.helpers.line import Line
 
@@ -198,6 +201,26 @@ ENDS = {
     "after the second epoch": {"interval": "1ep", "end": ("epoch_checkpoint", 2 * EPOCH)},
     "in the third epoch": {"end": ("batch_checkpoint", 2 * EPOCH + 2)},
 }
+
+
+class Draws(Sampler):
+    """Draws its first index from all generators."""
+
+    def __iter__(self):
+        yield (random.random(), float(np.random.rand()), float(torch.rand(())))
+
+
+@pytest.mark.quick
+def test_the_order_of_an_epoch_is_its_own_and_changes_no_later_draw() -> None:
+    def draw(epoch: int | None, seed: int = 1) -> tuple[Any, Any]:
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        run: Any = SimpleNamespace(rank_zero_seed=seed, timestamp=Timestamp(epoch=epoch or 0))
+        order = None if epoch is None else next(iter(EpochSampler(Draws(), run)))
+        return order, next(iter(Draws()))
+
+    (_, alone), (first, after), (second, _), (other, _) = draw(None), draw(1), draw(2), draw(1, seed=2)
+    assert after == alone and draw(1)[0] == first
+    assert all(len(set(of_generator)) == 3 for of_generator in zip(first, second, other, strict=True))
 
 
 @pytest.mark.parametrize("loader", LOADERS)

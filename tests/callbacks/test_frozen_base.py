@@ -13,7 +13,8 @@ from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import inline_tensors
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.models.frozen_weights import _sum, frozen_names
+from foundry_moe.models import frozen_weights
+from foundry_moe.models.frozen_weights import _sum, digest, frozen_names
 from tests.helpers.commands import export
 from tests.helpers.training import MOE, fit, mpt
 
@@ -71,7 +72,7 @@ def test_a_whole_export_names_what_is_missing(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_digest_of_parts_adds_up_to_that_of_the_whole(dtype: torch.dtype) -> None:
+def test_the_digest_of_parts_adds_up_to_that_of_the_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.randn(4, 6, 5).to(dtype)
     parts = 0
     for e in range(0, 4, 2):
@@ -79,7 +80,12 @@ def test_the_digest_of_parts_adds_up_to_that_of_the_whole(dtype: torch.dtype) ->
             box = ((e, row, 0), (2, 3, 5))
             parts += _sum(whole[e : e + 2, row : row + 3], box, (4, 6, 5))
     expected = _sum(whole, ((0, 0, 0), (4, 6, 5)), (4, 6, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_weights, "_CHUNK", 30)  # a row at a time
+        assert _sum(whole, ((0, 0, 0), (4, 6, 5)), (4, 6, 5)) % 2**64 == expected % 2**64
     assert parts % 2**64 == expected % 2**64
+    other = torch.randn(4, 6, 5).to(dtype)
+    assert digest({"a": whole, "b": other}) == digest({"b": other, "a": whole}) != digest({"a": other, "b": whole})
     swapped = whole.clone()
     swapped[0], swapped[1] = whole[1], whole[0]
     assert _sum(swapped, ((0, 0, 0), (4, 6, 5)), (4, 6, 5)) % 2**64 != expected % 2**64

@@ -267,6 +267,7 @@ VALUES = {
     "a rate that is infinite": put("optim", "param_groups", 0, "lr", value={"$float": "inf"}),
     "a rate below zero": put("optim", "param_groups", 0, "lr", value=-0.1),
     "a beta above one": put("optim", "param_groups", 0, "betas", value={"$tuple": [5, 5]}),
+    "a beta of one": put("optim", "param_groups", 0, "betas", value={"$tuple": [0.9, 1.0]}),
     "one beta": put("optim", "param_groups", 0, "betas", value={"$tuple": [0.5]}),
     "a scheduler with an optimizer": put("composer", "schedulers", "LambdaLR", "optimizer", value=5),
     "a scheduler with a method": put("composer", "schedulers", "LambdaLR", "get_lr", value=3),
