@@ -23,6 +23,7 @@ from foundry_moe.schema import (
 )
 
 AUTO: Literal["auto"] = "auto"
+RESHARD = "reshard_after_forward"  # of fsdp_config; may be auto in a run with a mesh
 
 
 @dataclass(frozen=True, kw_only=True)

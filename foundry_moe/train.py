@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry_moe.config import AUTO, MoEConfig
+from foundry_moe.config import AUTO, RESHARD, MoEConfig
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, record_config, set_console
@@ -81,6 +81,8 @@ def train(arguments: list[str]) -> int:
     if config is not None and config.mesh == AUTO:
         OmegaConf.update(run, f"{moe_path(settings)}.mesh", _choose_mesh(settings, ranks), merge=False)
         settings = plain(run)
+    if (fsdp := section(settings, "fsdp_config")).get(RESHARD) == AUTO:
+        run["fsdp_config"] = settings["fsdp_config"] = {**fsdp, RESHARD: ranks > 1 and _choose_reshard(settings, ranks)}
     if settings.get(_MICROBATCH, AUTO) == AUTO:
         run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks, has_experts=config is not None)
     if is_first_rank():
@@ -214,6 +216,19 @@ def _choose_mesh(run: Mapping[str, Any], ranks: int) -> dict[str, int]:
     if is_first_rank():
         print(said, flush=True)
     return widths
+
+
+def _choose_reshard(run: Mapping[str, Any], ranks: int) -> bool:
+    """Collective on GPUs: whether weights are gathered again for the backward pass."""
+    import torch
+
+    from foundry_moe.commands.plan.microbatch import choose_reshard
+
+    machine = _machine(ranks, _least_memory()) if torch.cuda.is_available() else None
+    resharded, said = choose_reshard(run, machine)
+    if is_first_rank():
+        print(said, flush=True)
+    return resharded
 
 
 def _least_memory() -> int:

@@ -17,7 +17,7 @@ from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, MeshConfig, check_compilation, refuse_other_parallelism
+from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, RESHARD, MeshConfig, check_compilation, refuse_other_parallelism
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
@@ -255,6 +255,8 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
     mesh = (model.get("moe") or {}).get("mesh")
     if model.get("name") == "dmoe_causal_lm" or (config.get("algorithms") or {}).get("dmoe") is not None:
         check_compilation(config)
+    if (fsdp := config.get("fsdp_config") or {}).get(RESHARD) == AUTO:  # which `foundry-moe train` would have chosen
+        config["fsdp_config"] = {**fsdp, RESHARD: True}
     if mesh is None or model.get("name") != "dmoe_causal_lm":
         return config
     if mesh == AUTO:

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry_moe.config import (
     AUTO,
     META_NEEDS_MESH,
+    RESHARD,
     UPCYCLE_NEEDS_WEIGHTS,
     MeshConfig,
     MoEConfig,
@@ -226,6 +227,8 @@ def mesh_of(run: Mapping[str, Any], config: MoEConfig | None) -> MeshConfig | No
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None) -> None:
     """Raises ValueError if a mesh, the batch or the experts do not fit; without a machine, any number of GPUs."""
     mesh = mesh_of(run, config)
+    if mesh is None and section(run, "fsdp_config").get(RESHARD) == AUTO:
+        raise UserError(f"fsdp_config.{RESHARD} (auto) is for a run with a mesh: use true or false")
     if machine is not None:
         used = ranks_that_train(run, config, machine)
         check_fit(run, used=used, config=config)

@@ -66,6 +66,8 @@ def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
     with pytest.raises(ValueError, match="differ: keep one"):
         add_mesh_algorithm(other)
     assert add_mesh_algorithm({"model": {"name": "mpt_causal_lm"}}) == {"model": {"name": "mpt_causal_lm"}}
+    unplanned = add_mesh_algorithm({**run, "fsdp_config": {"reshard_after_forward": "auto"}})
+    assert unplanned["fsdp_config"] == {"reshard_after_forward": True}
 
 
 def check_run(run: dict[str, Any]) -> None:

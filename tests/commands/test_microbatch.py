@@ -6,10 +6,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from foundry_moe import train
 from foundry_moe.commands.plan import microbatch
-from foundry_moe.commands.plan.microbatch import choose_mesh, choose_microbatch, out_of_memory
+from foundry_moe.commands.plan.command import format_plan
+from foundry_moe.commands.plan.microbatch import choose_mesh, choose_microbatch, choose_reshard, out_of_memory
 from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run
 from foundry_moe.commands.plan.step import GIB
 from foundry_moe.schema import section
@@ -58,6 +61,59 @@ def test_auto_counts_the_logits_that_a_machine_without_liger_kernel_holds(monkey
     fused = plan_run({**run, MICROBATCH: without.microbatch}, machine(90))
     assert without.microbatch < with_kernels.microbatch
     assert without.memory_bytes > fused.memory_bytes + logits_bytes
+
+
+def resharding(**overrides: Any) -> dict[str, Any]:
+    return olmoe(fsdp_config={"reshard_after_forward": "auto"}, **overrides)
+
+
+def test_weights_stay_gathered_where_that_leaves_room() -> None:
+    kept = plan_run(olmoe(fsdp_config={"reshard_after_forward": False}), machine(141))
+    again = plan_run(olmoe(), machine(141))
+    # in bf16, the experts of one GPU and all other parameters but those outside blocks
+    blocks_bytes = 2 * ((kept.shape.num_params - kept.shape.experts) + kept.shape.experts / 4 - 2 * 50304 * 2048)
+    assert kept.memory_bytes - again.memory_bytes == pytest.approx(blocks_bytes, rel=0.01)
+    assert kept.step_s < again.step_s
+    sizes = f"false {kept.memory_bytes / GIB:.1f} GiB, true {again.memory_bytes / GIB:.1f} GiB"
+    for gib, value in ((kept.memory_bytes / GIB / 0.91, False), (kept.memory_bytes / GIB / 0.93, True)):
+        chosen, said = choose_reshard(resharding(), machine(gib))
+        assert chosen is value and plan_run(resharding(), machine(gib)).step.resharded is value
+        words = f"reshard_after_forward: {str(value).lower()} (auto: {sizes}, of {gib:.1f} GiB on each GPU by the plan)"
+        assert said == words
+        assert f"memory of a GPU, reshard_after_forward {str(value).lower()}:" in format_plan(
+            plan_run(resharding(), machine(gib))
+        )
+
+
+def test_weights_are_gathered_again_where_no_plan_says_otherwise() -> None:
+    other = {**resharding(), "model": {"name": "own"}}
+    for run, on, why in (
+        (resharding(), None, "no GPU"),
+        (resharding(**{MICROBATCH: "auto"}), machine(1000), f"{MICROBATCH} is auto"),
+        (other, machine(1000), "model"),
+    ):
+        chosen, said = choose_reshard(run, on)
+        assert chosen is True and said.startswith("reshard_after_forward: true (auto: ") and why in said
+    assert plan_run(resharding(**{MICROBATCH: "auto"}), machine(141)).step.resharded
+    alone = resharding(model__moe__mesh={"expert": 1}, global_train_batch_size=4)
+    assert not plan_run(alone, machine(1, gpus=1)).step.resharded, "one GPU gathers nothing"
+
+
+@pytest.mark.parametrize(("gib", "value"), [(141, False), (50, True)])
+def test_the_command_takes_the_memory_of_this_machines_fullest_gpu(monkeypatch, capsys, gib: int, value: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train, "_least_memory", lambda: gib * GIB)
+    assert train._choose_reshard(resharding(), 4) is value
+    assert capsys.readouterr().out.startswith(f"reshard_after_forward: {str(value).lower()} (auto: false ")
+
+
+def test_a_run_that_keeps_weights_gathered_is_offered_to_gather_them_again() -> None:
+    run = olmoe(fsdp_config={"reshard_after_forward": False}, model__moe__mesh={"expert": 1})
+    sentence = out_of_memory(run, machine(50), "in batch 1")
+    assert "fsdp_config.reshard_after_forward: true (" in sentence
+    assert "reshard_after_forward" not in out_of_memory(
+        olmoe(model__moe__mesh={"expert": 1}), machine(50), "in batch 1"
+    )
 
 
 def test_auto_that_cannot_fit_is_a_sentence() -> None:

@@ -26,6 +26,7 @@ def test_two_processes_equal_one() -> None:
     checkpointing = {"fsdp_config.activation_checkpointing": True}
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(1, 2, 1)]
     runs += [mesh(2, 1, 1)] if can_replicate("cpu") else []
+    runs += [mesh(1, 2, 1, **{"fsdp_config.reshard_after_forward": False})]
     value = {
         "algorithms.gradient_clipping.clipping_type": "value",
         "algorithms.gradient_clipping.clipping_threshold": 0.01,

@@ -149,4 +149,5 @@ def test_every_run_trains_through_the_training_command(processes: int, tiny_text
     for name, result in zip(names, results, strict=True):
         assert len(result["losses"]) == 2 and all(math.isfinite(loss) for loss in result["losses"]), name
         assert result["losses"][1] != result["losses"][0]
+        assert result["resharded"] is (None if processes == 1 else True), name
         assert all(("Shard(dim=0)" in placed) == (processes > 1) for placed in result["placements"]), name

@@ -71,10 +71,12 @@ def train_through_the_door(runs: list[list[str]]) -> list[dict[str, Any]]:
     for arguments in runs:
         assert train(arguments) == 0
         trainer = trainers.pop()
+        fsdp = trainer.state.fsdp_config
         layers = named_moe_layers(trainer.state.model)
         results.append(
             {
                 "losses": [float(value) for _, value in trainer.logger.destinations[0].data["loss/train/total"]],
+                "resharded": None if fsdp is None else fsdp.reshard_after_forward,
                 "placements": [str(getattr(layer.experts.w1_EFD, "placements", None)) for layer in layers.values()],
             }
         )

@@ -36,7 +36,7 @@ def launched(tiny_arguments, folder):
     arguments = [
         *tiny_arguments(folder),
         "model.moe.mesh=auto",
-        "fsdp_config={}",
+        "fsdp_config={reshard_after_forward: auto}",
         "global_train_batch_size=8",
         "callbacks.run_report.interval=1ba",
     ]
@@ -57,6 +57,7 @@ def test_a_mesh_that_is_auto_is_chosen_for_both_processes_at_each_start(launched
             r"^mesh: \(replicate (\d), shard (\d), expert (\d)\) \(auto: .* by the plan\)$", done.stdout, re.M
         )
         assert [sorted(found) for found in widths] == [["1", "1", "2"]], done.stdout
+        assert done.stdout.count("\nreshard_after_forward: true (auto: no GPU)\n") == 1
 
 
 def test_its_model_answers_in_plain_transformers(launched, folder, tmp_path):

@@ -53,6 +53,10 @@ def check(*overrides: str) -> None:
         ("precision=amp_fp8", r"precision \(amp_fp8\): dMoE layers compute in"),
         ("precision=bf16", r"precision: 'bf16' is not one of fp32"),
         ("fsdp_config={reshard_after_fwd: true}", "did you mean 'reshard_after_forward'"),
+        (
+            "fsdp_config={reshard_after_forward: auto}",
+            r"^fsdp_config.reshard_after_forward \(auto\) is for a run with a",
+        ),
         ("max_seq_len=1", r"max_seq_len \(1\) must be 2 or more: a token is predicted from those before it"),
         ("model.max_seq_len=128", r"max_seq_len \(256\) must not be above model.max_seq_len \(128\)"),
         (

@@ -14,6 +14,7 @@ from foundry_moe.commands.plan.constants import CHIPS, constants_of
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run, search_meshes, why_not
 from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
+from foundry_moe.config import RESHARD
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.mesh import DIMENSIONS, Mesh
@@ -81,6 +82,7 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
             "sequence_tokens": shape.sequence,
             "tokens": plan.step_tokens,
         },
+        RESHARD: plan.step.resharded,
         "memory_bytes": {name: round(size) for name, size in plan.memory.items()},
         "memory_total_bytes": round(plan.memory_bytes),
         "fits": plan.fits,
@@ -140,7 +142,7 @@ def format_plan(plan: RunPlan) -> str:
         f"parameters: {total}, {active} active; {experts} in experts ({shape.moe_layers} of {shape.layers} layers)",
         f"step: {_count(step.microbatches, 'microbatch')} of {at_most}{_count(plan.microbatch, 'sequence')} of "
         f"{shape.sequence:,} tokens on a GPU, {_scaled(plan.step_tokens, COUNTS)} tokens in all",
-        "memory of a GPU:",
+        f"memory of a GPU, {RESHARD} {str(step.resharded).lower()}:",
         *(f"  {name:28}{_scaled(size, SIZES):>12}" for name, size in plan.memory.items()),
         f"  {'in all':28}{_scaled(plan.memory_bytes, SIZES):>12}",
     ]

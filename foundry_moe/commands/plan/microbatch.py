@@ -1,4 +1,4 @@
-"""Chooses the microbatch and the mesh where they are `auto`, and says what fits if memory runs out."""
+"""Chooses the microbatch, the mesh and resharding where they are `auto`, and says what fits if memory runs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run, search_meshes
 from foundry_moe.commands.plan.step import GIB
-from foundry_moe.config import AUTO
+from foundry_moe.config import AUTO, RESHARD
 from foundry_moe.launch.run_config import MODEL
 from foundry_moe.models.loss_head import is_installed
 from foundry_moe.parallel.mesh import DIMENSIONS, can_replicate
@@ -54,6 +54,21 @@ def choose_mesh(run: Mapping[str, Any], machine: Machine, device_type: str) -> t
     return {name: getattr(plan.mesh, name) for name in DIMENSIONS}, said
 
 
+def choose_reshard(run: Mapping[str, Any], machine: Machine | None) -> tuple[bool, str]:
+    """The value of `reshard_after_forward: auto`, and a line about it. machine: None without GPUs."""
+    run, fsdp = _with_loss_of_here(run), section(run, "fsdp_config")
+    resharded, said = True, "no GPU" if machine is None else f"{MICROBATCH} is auto"
+    if machine is not None and run.get(MICROBATCH, AUTO) != AUTO:
+        keys = [{**run, "fsdp_config": {**fsdp, RESHARD: value}} for value in (AUTO, False, True)]
+        try:
+            chosen, kept, again = (plan_run(values, machine) for values in keys)
+            resharded, sizes = chosen.step.resharded, [_gib(plan.memory_bytes) for plan in (kept, again)]
+            said = f"false {sizes[0]}, true {sizes[1]}, of {_gib(machine.gpu_bytes)} on each GPU by the plan"
+        except UserError as error:
+            said = str(error)
+    return resharded, f"{RESHARD}: {str(resharded).lower()} (auto: {said})"
+
+
 def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:
     """The sentence for a run that ran out of memory.
 
@@ -86,10 +101,11 @@ def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
         options.append(f"{MICROBATCH}: {found.microbatch} ({_gib(found.memory_bytes)})")
     run = {**run, MICROBATCH: failed.microbatch}
     if machine.gpus > 1:  # LLM Foundry drops `fsdp_config` on one
-        recomputed = {**section(run, "fsdp_config"), "activation_checkpointing": True}
-        found = plan_run({**run, "fsdp_config": recomputed}, machine, shape=shape)
-        if helps(found):
-            options.append(f"fsdp_config.activation_checkpointing: true ({_gib(found.memory_bytes)})")
+        for key in (RESHARD, "activation_checkpointing"):
+            changed = {**section(run, "fsdp_config"), key: True}
+            found = plan_run({**run, "fsdp_config": changed}, machine, shape=shape)
+            if helps(found):
+                options.append(f"fsdp_config.{key}: true ({_gib(found.memory_bytes)})")
         found = next(filter(helps, search_meshes(run, replace(machine, gpus=failed.mesh.world_size), shape)[0]), None)
         if found is not None:
             mesh = found.mesh

@@ -14,7 +14,7 @@ from typing import Any
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
-from foundry_moe.config import AUTO, MeshConfig, can_cut_rows, check_batch_size
+from foundry_moe.config import AUTO, RESHARD, MeshConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
@@ -151,6 +151,11 @@ def plan_run(
             raise UserError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
     sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get(MICROBATCH, AUTO)
+    fsdp = section(run, "fsdp_config")
+    if fsdp.get(RESHARD) == AUTO:  # false if that fits with room, which a microbatch that is auto takes
+        keys = [{**run, "fsdp_config": {**fsdp, RESHARD: value}} for value in (False, True)]
+        kept, again = (plan_run(values, machine, shape=shape, mesh=config) for values in keys)
+        return kept if gpus == 1 or (microbatch != AUTO and kept.fits and not kept.tight) else again
     if microbatch == AUTO:  # the largest that fits with room, or 1
         sizes = (size for size in range(sequences, 0, -1) if sequences % size == 0)
         plans = (plan_run({**run, MICROBATCH: size}, machine, shape=shape, mesh=config) for size in sizes)
@@ -158,7 +163,6 @@ def plan_run(
     if not isinstance(microbatch, int) or microbatch < 1:
         raise UserError(f"{MICROBATCH} ({microbatch!r}) must be a whole number of 1 or more, or auto")
     microbatch = min(microbatch, sequences)
-    fsdp = section(run, "fsdp_config")
     optimizer = str(section(run, "optimizer").get("name", "decoupled_adamw"))
     step = Step(
         tokens=microbatch * shape.sequence,
@@ -167,7 +171,7 @@ def plan_run(
         state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
         muon=optimizer == "muon",
         checkpointed=bool(fsdp.get("activation_checkpointing")),
-        resharded=bool(fsdp.get("reshard_after_forward", True)),
+        resharded=bool(fsdp.get(RESHARD, True)),
         stored=2 if "16" in str(section(run, "model").get("master_weights_dtype")) else 4,
     )
     # memory is that of the largest microbatch, time that of the mean one

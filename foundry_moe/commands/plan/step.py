@@ -196,7 +196,12 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     else:
         gathered = width * shape.outside_blocks
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
-        at_end = 4 * trained + layer + 2 * width * unit + (width + 4) * trained_unit
+        gradients = (width + 4) * trained_unit
+        at_end = 4 * trained + layer + 2 * width * unit + gradients
+        if not step.resharded:  # all blocks stay gathered until the last block's backward pass, few until the end
+            whole = width * (shape.dense + shape.moe_layers * shape.experts_per_layer / mesh.expert)
+            at_loss, at_end = max(at_loss, at_loss - logits + gradients), at_end - whole + gathered
+            gathered = whole
     return {
         "weights": step.stored * held + (4 - step.stored) * adapters,
         "optimizer": step.state_bytes * trained - 4 * sum(_orthogonalised(shape, mesh, step)),
