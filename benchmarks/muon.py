@@ -3,13 +3,15 @@
     python benchmarks/muon.py [olmoe_1b_7b qwen3_30b_a3b] [--layers 7] [--microbatches 1 4] [--toy]
     torchrun --nproc-per-node 2 benchmarks/muon.py ...
 
-The models of `yamls/bench`, with as many layers as fit one GPU of 141 GB, in plain PyTorch; experts are divided over
-all ranks. A microbatch has four sequences of 4096 tokens per GPU. `--toy` is a small model, which a CPU can train.
+The models of `yamls/bench` in plain PyTorch, with as many layers as fit one GPU of 141 GB (of qwen3_30b_a3b one fewer
+without a second GPU); experts are divided over all ranks. A microbatch has four sequences of 4096 tokens per GPU.
+`--toy` is a small model, which a CPU can train.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -39,10 +41,15 @@ TOY = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 512, "max_seq_l
 KEYS: dict[str, Any] = {"lr": 4e-4, "betas": (0.9, 0.95), "weight_decay": 1e-5}
 
 
+def layers_of(name: str) -> int:
+    """As many as fit beside fp32 logits, 9 GiB for a vocabulary of 152,000."""
+    return LAYERS[name] - (name == "qwen3_30b_a3b" and not dist.is_initialized())
+
+
 def build(name: str, layers: int | None, toy: bool) -> DMoECausalLM:
     """The model of a YAML on this rank's device, divided over all ranks."""
     run: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"yamls/bench/{name}.yaml"), resolve=True)
-    keys = {**run["model"], "n_layers": layers or LAYERS[name], "init_device": DEVICE.type, "tokenizer": None}
+    keys = {**run["model"], "n_layers": layers or layers_of(name), "init_device": DEVICE.type, "tokenizer": None}
     del keys["name"]
     keys["moe"].pop("mesh")
     if toy:
@@ -88,6 +95,13 @@ def synchronized() -> float:
     return time.perf_counter()
 
 
+def free_memory() -> None:
+    """Returns what deleted objects held, those in cycles too, such as optimizers."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def measure(model: DMoECausalLM, optimizer: FusedAdamW, microbatches: int) -> tuple[float, float, float]:
     """Milliseconds of a step, and of the update in it; GiB of the optimizer's state on this rank."""
     steps, updates = [], []
@@ -114,23 +128,26 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if ranks > 1:
         dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
-    rows = []
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+        print(f"{ranks} x {device}, {SEQUENCES} sequences per microbatch and rank; AdamW, then Muon")
+        names = ["step, ms", "", "update, ms", "", "state, GiB", ""]
+        print_table(["model", "layers", "microbatches", *names, "step over AdamW's"], [])
     for name in arguments.runs or LAYERS:
+        free_memory()
         model = build(name, arguments.layers, arguments.toy)
         parameters = list(model.parameters())
         for microbatches in arguments.microbatches:
             adamw = measure(model, DecoupledAdamWFused(parameters, **KEYS), microbatches)
+            free_memory()
             muon = measure(model, Muon(parameters, model=model, **KEYS), microbatches)
+            free_memory()
             cells = [f"{value:.4g}" for pair in zip(adamw, muon, strict=True) for value in pair]
-            rows.append([name, str(model.config.n_layers), str(microbatches), *cells, f"{muon[0] / adamw[0]:.3f}"])
+            cells = [name, str(model.config.n_layers), str(microbatches), *cells, f"{muon[0] / adamw[0]:.3f}"]
+            if first:
+                print("| " + " | ".join(cells) + " |", flush=True)
         del model, parameters
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-        print(f"{ranks} x {device}, {SEQUENCES} sequences per microbatch and rank; AdamW, then Muon")
-        names = ["step, ms", "", "update, ms", "", "state, GiB", ""]
-        print_table(["model", "layers", "microbatches", *names, "step over AdamW's"], rows)
     if dist.is_initialized():
         dist.destroy_process_group()
 

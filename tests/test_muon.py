@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from foundry_moe_kernels import symmetric_products
 from torch import Tensor, nn
 
 from foundry_moe import Muon
 from foundry_moe.algorithms.parameter_rules import apply_rules
-from foundry_moe.optim import muon
+from foundry_moe.optim import muon, newton_schulz
 from foundry_moe.optim.decoupled import DecoupledAdamWFused
 from foundry_moe.optim.matrices import Part, find_matrices
 from foundry_moe.schema import UserError
@@ -87,6 +88,65 @@ def test_each_matrix_is_updated_as_torchs_muon_does(monkeypatch: pytest.MonkeyPa
     assert len(updated) == 2 + 3 * 9
     for matrix, parameter in zip(updated, theirs, strict=True):
         torch.testing.assert_close(matrix, parameter, rtol=0, atol=2e-5)  # of products in bf16 in another order
+
+
+def gradients_of_kinds(rows: int, columns: int) -> dict[str, Tensor]:
+    """Matrices of which each stresses rounding in another way."""
+    n = min(rows, columns)
+    normal = torch.randn(rows, columns)
+    left, _, right = torch.linalg.svd(normal, full_matrices=False)
+    ranks = {f"rank {rank}": torch.randn(rows, rank) @ torch.randn(rank, columns) for rank in (1, n // 8)}
+    falling = {
+        "condition 1e6": torch.logspace(0, -6, n),
+        "one over k": 1 / torch.arange(1, n + 1),
+        "orthogonal": torch.ones(n),
+    }
+    spectra = {name: (left * values) @ right for name, values in falling.items()}
+    half = normal.clone()
+    half[: rows // 2] = 0
+    noisy = ranks["rank 1"] + 1e-3 * normal
+    return {"normal": normal, **ranks, **spectra, "a half of zeros": half, "rank 1 and noise": noisy}
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (128, 64), (72, 72)])
+def test_gram_matrices_give_the_polynomial_nearer_than_bf16_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    """Without the restart, in bf16, or with a Gram matrix that is not symmetric to the last bit this fails."""
+    monkeypatch.setattr(symmetric_products, "TILE", {"SIDE": 32, "BK": 32, "num_stages": 2, "num_warps": 4})
+    kinds = gradients_of_kinds(rows, columns)
+    x = torch.stack(list(kinds.values())).bfloat16()
+    norm = x.double().norm(dim=(1, 2), keepdim=True)
+    exact = newton_schulz.iterate(x.double() / norm, 5)
+    monkeypatch.setattr(newton_schulz, "supported", lambda x: x.dtype == torch.bfloat16)
+    # a rank without matrices receives what its peers send: all results have one dtype
+    assert newton_schulz.orthogonalize(x[:0]).dtype == newton_schulz.orthogonalize(x[:1]).dtype == torch.float16
+    results = {
+        "gram": newton_schulz.orthogonalize(x),
+        "bf16": newton_schulz.iterate(x / norm.bfloat16(), 5),
+    }
+    errors = {name: (y.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2)) for name, y in results.items()}
+    assert (errors["gram"] < errors["bf16"]).all(), errors
+    assert (errors["gram"] < 0.11).all(), errors  # of rank 1 and noise; 0.7 in bf16
+    assert torch.linalg.svdvals(results["gram"].double()).max() < 1.21  # the polynomial's largest value: 1.2055
+    steps = newton_schulz.iterate(x.double() / norm, 2)  # one segment alone
+    two = newton_schulz.iterate_on_gram((x / norm).half(), 2).double()
+    torch.testing.assert_close(two, steps, rtol=0, atol=0.01)
+
+
+def test_a_step_with_kernels_equals_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Model(), Model()]
+    for model, kernel in zip(models, (True, False), strict=True):
+        monkeypatch.setattr(
+            muon, "_fits_kernel", lambda *tensors, k=kernel: k and all(t.stride(2) == 1 for t in tensors)
+        )
+        optimizer = Muon(model.parameters(), model=model, lr=LR, weight_decay=0.01, dtype="float32")
+        for number in range(STEPS):
+            optimizer.gradient_factor = torch.tensor(0.5**number)  # a constant one would not change directions
+            step(model, optimizer, number)
+    assert models[0].tall.weight._version >= STEPS, "autograd must see that a tensor was written"
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # iterations amplify rounding of momentum
 
 
 def test_other_parameters_are_updated_as_by_adamw() -> None:

@@ -16,31 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from foundry_moe_kernels import muon as kernels
 from torch import Tensor, nn
 
 from foundry_moe.optim.adamw import FusedAdamW, local_part
 from foundry_moe.optim.matrices import Part, find_matrices, parts_of
+from foundry_moe.optim.newton_schulz import orthogonalize
 from foundry_moe.parallel.collectives import all_to_all
 from foundry_moe.schema import UserError
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; Jordan 2024, "Newton-Schulz"
-NORM_EPS = 1e-7  # as in torch.optim.Muon
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
 DTYPES = ("bfloat16", "float32", "float64")
-TOGETHER = 2**27  # numbers in the matrices that are orthogonalised at once: 256 MiB in bf16
-
-
-def orthogonalize(x_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Maps the singular values of each matrix to about 1 (0.7 to 1.2) by Newton-Schulz iterations in its dtype."""
-    a, b, c = COEFFICIENTS
-    tall = x_NRC.shape[1] > x_NRC.shape[2]
-    x = x_NRC.mT if tall else x_NRC
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=NORM_EPS)
-    for _ in range(steps):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if tall else x
+TOGETHER = 2**28  # numbers orthogonalised at once: 512 MiB in bf16; 2**27 takes 3% to 6% longer, 2**25 17% to 29%
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +184,10 @@ def _update_batch(
         (sum(numbers), *batch[0].weight.shape[1:]), dtype=getattr(torch, group["dtype"]), device=batch[0].weight.device
     )
     for matrix, into in zip(batch, x_NrC.split(numbers), strict=True):
+        if _fits_kernel(matrix.grad, matrix.momentum):
+            kernels.momentum_(matrix.grad, matrix.momentum, into, gradient_factor, momentum, group["nesterov"])
+            torch.autograd.graph.increment_version(matrix.momentum)  # as operators of torch do
+            continue
         grad = matrix.grad if gradient_factor is None else matrix.grad * gradient_factor.to(matrix.grad.dtype)
         matrix.momentum.lerp_(grad, 1 - momentum)
         into.copy_(grad.lerp(matrix.momentum, momentum) if group["nesterov"] else matrix.momentum)
@@ -207,10 +198,17 @@ def _update_batch(
     ours = (lambda: update_NRC) if exchange is None else exchange.scatter(update_NRC)
     yield
     rate = group["lr"] * RMS * math.sqrt(max(sum(part.heights), part.columns))
+    kept = 1 - group["weight_decay"] * schedule if rate else 1.0
     for matrix, update in zip(batch, ours().split(numbers), strict=True):
-        if group["weight_decay"] and rate:
-            matrix.weight.mul_(1 - group["weight_decay"] * schedule)
-        matrix.weight.add_(update, alpha=-rate)
+        if _fits_kernel(matrix.weight, update):
+            kernels.subtract_(matrix.weight, update, kept, rate)
+            torch.autograd.graph.increment_version(matrix.weight)
+        else:
+            matrix.weight.mul_(kept).add_(update, alpha=-rate)
+
+
+def _fits_kernel(*tensors_NrC: Tensor) -> bool:
+    return all(tensor.is_cuda and tensor.dtype != torch.float64 and tensor.stride(2) == 1 for tensor in tensors_NrC)
 
 
 class _Exchange:

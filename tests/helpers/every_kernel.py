@@ -12,11 +12,13 @@ from foundry_moe_kernels import (
     adamw,
     assignment,
     block_products,
+    descriptors,
     dispatch_plan,
     expert_products,
     finite,
     gate_logits,
     low_rank,
+    muon,
     noise,
     permute,
     permute_plan,
@@ -25,6 +27,7 @@ from foundry_moe_kernels import (
     select_topk,
     softmax_topk,
     sparse_tiles,
+    symmetric_products,
     topology,
 )
 
@@ -34,18 +37,22 @@ R = T * K
 TF32_CHIPS = (80, 90, 120)  # one for each way in which tensor cores are fed, the least shared memory among them
 
 
-def kernel_names() -> set[str]:
-    """`module.function` of all kernels but those in Gluon, which `test_hopper_products` compiles."""
+def kernel_names(capability: int) -> set[str]:
+    """`module.function` of what is launched on such a chip; kernels in Gluon: see `test_hopper_products`."""
     modules = [module.name for module in pkgutil.iter_modules(foundry_moe_kernels.__path__)]
     names = set()
     for module in modules:
-        if module.startswith("hopper"):
+        if module.startswith("hopper") or (module.startswith("symmetric") and not has_tensor_maps(capability)):
             continue
         for name, kernel in inspect.getmembers(import_module(f"foundry_moe_kernels.{module}")):
             # interpreted or not: those that the module imports are another's
             if name.endswith("_kernel") and getattr(kernel, "fn", None) and kernel.fn.__module__.endswith(f".{module}"):
                 names.add(f"{module}.{name}")
     return names
+
+
+def has_tensor_maps(capability: int) -> bool:
+    return descriptors.capability_supported((capability // 10, capability % 10))
 
 
 def pretend(capability: int) -> None:
@@ -131,6 +138,10 @@ def launch_experts(dtype: torch.dtype) -> None:
         adamw.adamw(
             param, grad, (mean, square), torch.ones(2), factor, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.0
         )
+    stack, step = torch.zeros(E, D, F), torch.zeros(E, D, F, dtype=torch.bfloat16)
+    for factor in (None, torch.ones(())):
+        muon.momentum_(stack, stack.clone(), step, factor, 0.9, True)
+    muon.subtract_(stack, step, 1.0, 0.1)
     bad = torch.zeros(1, dtype=torch.uint8)
     finite.nonfinite(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), bad, bad, dtype, R * D)
 
@@ -179,6 +190,15 @@ def launch_routing(experts: int = 128) -> None:
     assignment.settle(expert_T, bid_T, room_E, price_E)
 
 
+def launch_muon() -> None:
+    """Products at the sizes of an expert's matrices."""
+    x, g = (torch.zeros(2, 1024, columns, dtype=torch.float16) for columns in (2048, 1024))
+    symmetric_products.symmetric_product(x)
+    symmetric_products.symmetric_product(x.mT.contiguous(), turned=True)
+    for added in ([], [g], [g, x[:, :, :1024].contiguous()]):
+        symmetric_products.symmetric_product(g, g, added, scales=(1.0, 2.0, 3.0))
+
+
 def launch_low_rank(dtype: torch.dtype) -> None:
     """Products of LoRA adapters of rank 16, of tokens and of rows."""
     offsets_E, _, source_R = tables()
@@ -208,3 +228,5 @@ def launch_all(capability: int) -> None:
     launch_mixed_widths(torch.bfloat16, (F, F // 2))
     launch_low_rank(torch.bfloat16)
     launch_routing()
+    if has_tensor_maps(capability):
+        launch_muon()
