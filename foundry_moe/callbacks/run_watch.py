@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from composer.core import Precision, State
 from composer.utils import dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe
@@ -93,6 +94,9 @@ class RunWatch:
     def start(self, state: State) -> None:
         """Collective, before the first batch."""
         self.group()
+        for module in state.model.modules():
+            if isinstance(module, FSDPModule):  # gathered by an evaluation, if `reshard_after_forward` is false
+                module.reshard()
         parameters = list(state.model.named_parameters())
         self._order = [name for name, _ in parameters]
         if self._checks_values:

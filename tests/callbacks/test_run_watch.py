@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 import torch.distributed as dist
+from composer.core import Precision
 from composer.utils.dist import get_sampler
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -72,6 +78,22 @@ def test_a_run_makes_as_many_cpu_groups_as_check_counts(tmp_path) -> None:
     """Each costs a descriptor for every other rank."""
     made = run_processes(groups_of_a_run, str(tmp_path), world_size=2, timeout_s=240, preload=PRELOAD)
     assert made == GLOO_GROUPS
+
+
+def watched_after_an_evaluation() -> list[bool]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    watch = RunWatch(signals=[], grace_s=1.0, checks_values=True)
+    watch.start(SimpleNamespace(model=model, precision=Precision.FP32))  # type: ignore[arg-type]
+    assert watch.finite is not None
+    return [isinstance(parameter, DTensor) for _, parameter in watch.finite._parameters]
+
+
+def test_sharded_parameters_are_watched_where_an_evaluation_left_weights_gathered() -> None:
+    assert run_processes(watched_after_an_evaluation, world_size=2, timeout_s=120, preload=PRELOAD) == [True] * 4
 
 
 def test_uneven_microbatches_are_one_sentence() -> None:
