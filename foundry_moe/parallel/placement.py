@@ -85,7 +85,7 @@ def parallelize(
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
     """
     mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
-    layers = named_moe_layers(model)
+    layers: Mapping[str, Any] = named_moe_layers(model)
     if not layers:
         raise UserError("mesh is for models with MoE layers, and this one has none: check `layers`")
     plan = plan_for_layers(layers.values(), mesh_config, ranks_per_node)
