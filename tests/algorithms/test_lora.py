@@ -74,9 +74,10 @@ def test_a_run_starts_from_a_peft_folder(tmp_path):
         for factor, shape in (("A", (2, inputs)), ("B", (outputs, 2)))
     }
     save_file(factors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 8}')
     model = llama()
     keys = {**MOE, "init": "random", "lora": {**LORA, "start": str(tmp_path)}}
     fit(model, algorithms=[DMoE(**keys)], optimizer=torch.optim.SGD(model.parameters(), lr=0.0), duration="1ba")
     (found,) = (p for n, p in model.named_parameters() if "layers.1." in n and n.endswith("w2_B_EDL"))
-    assert torch.equal(found[3], factors["base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"])
+    theirs = factors["base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"]
+    assert torch.equal(found[3], 2 * theirs), "of twice the alpha"

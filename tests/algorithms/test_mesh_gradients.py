@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from composer.algorithms import GradientClipping
 from composer.core import Event
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
-from foundry_moe.algorithms.dmoe_mesh import MeshGradients, add_mesh_algorithm, count_samples
+from foundry_moe.algorithms.dmoe_mesh import MeshGradients, _replace_clipping, add_mesh_algorithm, count_samples
 from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
+from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.schema import raise_mistakes
 
 
@@ -93,3 +95,21 @@ def test_compiling_the_whole_model_on_a_mesh_is_refused_with_the_way_that_works(
     with pytest.raises(ValueError, match=r"set mesh\.compile: blocks"):
         check_run({"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4}}, "compile_config": {}})
     check_run({"model": {"name": "mpt_causal_lm"}, "compile_config": {}})
+
+
+@pytest.mark.quick
+def test_gradients_are_clipped_once_by_whoever_clips() -> None:
+    """In place of Composer's clipping, which goes; a fused AdamW scales while it reads the gradients."""
+    other = MeshGradients(replicated=False)
+    run: Any = SimpleNamespace(
+        algorithms=[GradientClipping("norm", 0.5), other], model=torch.nn.Linear(2, 2, bias=False)
+    )
+    _replace_clipping(run, replicated=False)
+    first, ours = run.algorithms
+    assert first is other and (ours.clipping_type, ours.clipping_threshold) == ("norm", 0.5)
+    fused = FusedAdamW.__new__(FusedAdamW)
+    for optimizer, norm in ((object(), 0.5), (fused, 2.0)):
+        run.optimizers, run.model.weight.grad = [optimizer], torch.ones(2, 2)
+        ours.apply(Event.AFTER_TRAIN_BATCH, run, SimpleNamespace(log_metrics=lambda _: None))
+        assert run.model.weight.grad.norm().item() == pytest.approx(norm, rel=1e-5)
+    assert fused.gradient_factor.item() == pytest.approx(0.25, rel=1e-5)

@@ -6,13 +6,16 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from composer import Trainer
 from llmfoundry.utils.builders import build_optimizer
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
+from foundry_moe.algorithms.parameter_rules import apply_rules
 from tests.helpers.pages import blocks
 from tests.helpers.training import MOE, llama, mpt
 
@@ -95,3 +98,14 @@ def test_a_run_that_loads_nothing_says_so_to_the_algorithm() -> None:
     run["algorithms"] = {"dmoe": dict(MOE)}
     assert GateSteps(**add_steps_algorithm(run)["algorithms"]["dmoe_steps"]).facts.weights_loaded is None
     assert run["algorithms"]["dmoe"] == MOE, "the user's mapping has the user's keys alone"
+
+
+@pytest.mark.quick
+def test_the_first_of_two_rules_that_match_counts() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    groups = [{"params": list(model.parameters())}, {"params": []}, {"params": []}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    apply_rules(model, [optimizer], {"param_groups": ["weight", "0"]})
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    found = [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    assert found == [["1.bias"], ["0.weight", "1.weight"], ["0.bias"]]

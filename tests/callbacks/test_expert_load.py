@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
 from foundry_moe.algorithms.gate_steps import GateSteps
+from foundry_moe.callbacks import expert_load
 from foundry_moe.callbacks.expert_load import ExpertLoad, _worst_ranks, load_metrics, over_layers
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.layers.lookup import moe_layers
-from tests.helpers.training import MOE, fit, mpt
+from tests.helpers.training import MOE, batches, fit, mpt
 
 pytestmark = pytest.mark.quick
 
@@ -64,6 +66,14 @@ def test_no_token_at_all_divides_by_nothing():
     assert all(math.isfinite(value) for value in load_metrics(torch.zeros(4, dtype=torch.int64)).values())
 
 
+def test_loads_are_those_of_all_ranks_and_logged_when_an_epoch_ends_too(monkeypatch):
+    twice = SimpleNamespace(all_reduce=lambda tensor, reduce_operation="SUM": tensor.mul_(2), get_global_rank=lambda: 0)
+    monkeypatch.setattr(expert_load, "dist", twice)
+    callback = ExpertLoad(interval="1ep")
+    fit(mpt(), callbacks=[callback], duration="1ep", train_dataloader=batches(2))
+    assert callback.latest_LE.sum(1).tolist() == [512, 512] and callback.latest_batch == 2
+
+
 @pytest.mark.parametrize("microbatch", [4, 1])
 def test_every_microbatch_of_every_batch_counts(microbatch):
     logger, callback = InMemoryLogger(), ExpertLoad(interval="2ba", shares=True)
@@ -107,5 +117,6 @@ def test_the_fullest_rank_is_that_of_the_worst_group(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, reduce_operation: largest.append(reduce_operation))
     layers[1].experts.most_rounds = 3
     assert _worst_ranks(layers).tolist() == [[1.0, 2.0], [1.0, 3.0]] and largest == ["MAX"]
+    assert layers[1].experts.most_rounds == 1, "of the next interval"
     layers[0].context.sum_over_group = lambda counts: counts + torch.tensor([9, 0, 0, 0, 0, 0, 0, 8])
     assert _worst_ranks(layers)[0].tolist() == [pytest.approx(13 / 8.5), 1.0], "over the ranks that share experts"

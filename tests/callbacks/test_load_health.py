@@ -43,8 +43,8 @@ def test_a_run_writes_its_loads_and_a_resumed_one_goes_on_where_it_was(tmp_path)
     assert worst == found["dmoe/max_violation/worst"] == logger.data["dmoe/max_violation/worst"][-1][1]
     assert found["loss/train/total"] == logger.data["loss/train/total"][-1][1]
     path.write_text(path.read_text() + '{"batch": 5, "lo')  # killed while it wrote
-    LoadFile(str(path)).add(3, [0], EVEN, {"loss": float("nan")})
-    assert [line["batch"] for line in lines_of(path)] == [2, 3]
+    LoadFile(str(path)).add(4, [0], EVEN, {"loss": float("nan")})
+    assert [line["batch"] for line in lines_of(path)] == [2, 4], "a line of a batch that is repeated goes"
     assert lines_of(path)[-1]["metrics"] == {"loss": None}  # JSON has no NaN
 
 

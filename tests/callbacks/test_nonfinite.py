@@ -62,6 +62,7 @@ def test_bad_weights_are_named_though_all_gradients_are_bad_then() -> None:
     found = train(network, X)
     assert found.weights == ["2.weight"] and found.loss and len(found.gradients) == 4
     batch, where = describe([Finding(batch=7), found], ORDER)
+    assert describe([Finding(batch=0), found], ORDER)[0] == 7, "a rank without a finding has batch 0"
     assert batch == 7 and where == "the weights were not finite before it, first in 2.weight"
 
 

@@ -30,9 +30,24 @@ def test_the_first_signal_is_recorded_and_handlers_are_restored() -> None:
         signals.remove()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert got == [signal.SIGUSR1]
+        signals.install()  # of the next `fit`
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [signal.SIGUSR1]
+        signals.remove()
         assert signal.getsignal(signal.SIGTERM) == of_others
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.quick
+def test_a_second_ctrl_c_ends_the_process_and_the_launcher_s_copy_of_the_first_does_not(monkeypatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(ending, "leave_at_once", lambda code, sentence: ended.append(code))
+    signals = StopSignals(["SIGINT"])
+    for later_s, count in ((0.0, 0), (0.1, 0), (2.0, 1)):
+        signals._since_s -= later_s
+        signals._note(signal.SIGINT, None)
+        assert len(ended) == count
 
 
 @pytest.mark.parametrize(
@@ -76,6 +91,8 @@ def test_a_data_loader_s_process_outlives_the_signal() -> None:
     shield_workers(loader, ["SIGTERM"], 30.0)
     shield_workers(loader, ["SIGTERM"], 30.0)
     assert isinstance(loader.worker_init_fn, OutliveSignals) and loader.worker_init_fn.then == begun.append
+    OutliveSignals([], 30.0, begun.append)(5)
+    assert begun == [5], "the loader's own function runs too"
     seen = []
     for batch in loader:
         index, process = batch[0].tolist()

@@ -19,7 +19,7 @@ from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.callbacks import run_checkpoints
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.run_report import RunReport
+from foundry_moe.callbacks.run_report import RunReport, sample_text
 from foundry_moe.checkpoint.store_file import FileStore
 from foundry_moe.flops import query_width
 from tests.helpers.training import MOE, MPT, batches, fit, llama, mpt
@@ -47,6 +47,41 @@ def test_each_evaluator_prints_its_own_values_when_it_ends(capfd) -> None:
     page = [line for line in lines if line.startswith("validation loss")]
     values = {line.split(": ")[1] for line in lines if line.startswith("batch 2: validation")}
     assert len(page) == 2 and set(page) == values, "the summary has the last value of each"
+
+
+class Letters(torch.nn.Module):
+    """A model of five letters that notes whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.trained = torch.nn.Parameter(torch.zeros(5)), []
+
+    def forward(self, batch):
+        self.trained.append(self.training)
+        return SimpleNamespace(logits=self.weight.expand(1, batch["input_ids"].shape[1], 5))
+
+    class tokenizer:
+        def __new__(cls, text):
+            return {"input_ids": [0]}
+
+        decode = staticmethod(lambda ids: str(len(ids)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_is_of_an_evaluated_model_and_leaves_its_mode(training) -> None:
+    model = Letters().train(training)
+    assert sample_text(model, "a", 3) == "4"
+    assert model.trained == [False] * 3 and model.training is training
+
+
+def test_the_first_loss_is_that_of_the_first_batch_also_after_a_resume() -> None:
+    report, logger, resumed = RunReport(), InMemoryLogger(), RunReport()
+    fit(mpt(), callbacks=[report], duration="3ba", loggers=[logger])
+    losses = [loss for _, loss in logger.data["loss/train/total"]]
+    assert (report.losses["first"], report.losses["last"]) == (losses[0], losses[-1]) and len(losses) == 3
+    resumed.load_state_dict(report.state_dict())
+    assert resumed.losses == report.losses
 
 
 def test_the_value_of_an_older_version_is_that_of_one_evaluator() -> None:

@@ -22,6 +22,7 @@ from foundry_moe.callbacks.run_watch import (
     RankStatus,
     RunWatch,
     check_microbatches,
+    count_microbatches,
     exchange,
 )
 from foundry_moe.commands.check import GLOO_GROUPS
@@ -101,6 +102,18 @@ def test_uneven_microbatches_are_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"batch 5 .*\(1 on ranks 1, 3; 2 on all others\).*drop_last: true.*\(4\)"):
         check_microbatches([2, 1, 2, 1], 5, 4)
     assert name_ranks(range(11)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("samples", "size", "auto", "count"), [(7, 3, False, 3), (6, 3, False, 2), (0, 3, False, 1), (7, 3, True, 1)]
+)
+def test_a_partial_microbatch_counts(samples: int, size: int, auto: bool, count: int) -> None:
+    batch = {"name": "text", "ids": torch.zeros(samples, 2)}
+    assert (
+        count_microbatches(SimpleNamespace(batch=batch, device_train_microbatch_size=size, auto_microbatching=auto))
+        == count
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from foundry_moe import Writer
@@ -24,6 +24,7 @@ from foundry_moe.certify import (
     stored_by_dcp,
     stored_in_safetensors,
 )
+from foundry_moe.certify.checkpoint import _faults_of
 from foundry_moe.cli import main
 
 pytestmark = pytest.mark.quick
@@ -186,6 +187,12 @@ def test_weights_that_are_stale_by_less_than_rounding_are_found(dtype: torch.dty
         recorder.close()
         report = compare(record, read_record(tmp_path / f"resumed {step}"))
         assert report.symptoms == tuple(s.format("at the start") for s in symptoms) and report.same == (not symptoms)
+
+
+def test_shards_side_by_side_do_not_overlap() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size((2, 3))) for at in ((0, 0), (2, 0), (0, 3), (2, 3))]
+    entry = TensorStorageMetadata(TensorProperties(), torch.Size((4, 6)), chunks)
+    assert list(_faults_of("w", entry)) == []
 
 
 @pytest.mark.parametrize(

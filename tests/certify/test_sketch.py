@@ -126,6 +126,30 @@ def test_a_step_with_a_closure_is_recorded_as_one_without(tmp_path: Path) -> Non
     assert not compare(plain, read_record(tmp_path / "scaled")).same
 
 
+def test_of_a_closure_that_is_called_again_the_first_gradient_is_recorded(tmp_path: Path) -> None:
+    """And with `every` the first step, each multiple of it, and no other."""
+    model, squares = nn.Linear(2, 1, bias=False), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    recorder = Recorder(model, optimizer, tmp_path, every=2)
+
+    def backward() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model.weight - 3).square().sum()
+        loss.backward()
+        squares.append(model.weight.grad.double().square().sum().item())
+        return loss
+
+    first = []
+    for _ in range(4):
+        first.append(len(squares))
+        optimizer.step(backward)
+    recorder.close()
+    steps = read_record(tmp_path).steps
+    assert [step.number for step in steps] == [1, 2, 4] and first[1] > 1
+    for step in steps:
+        assert step.kinds["gradient"].rows["weight"][0][0] == pytest.approx(squares[first[step.number - 1]])
+
+
 def test_records_with_other_names_are_compared_by_a_map(tmp_path: Path) -> None:
     trained(tmp_path / "a", closure=False)
     trained(tmp_path / "b", closure=False, prefix="linear")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.training_state import Snapshotter
+from foundry_moe.checkpoint.training_state import Snapshotter, flatten
 
 pytestmark = pytest.mark.quick
 
@@ -58,3 +62,16 @@ def test_a_tensor_of_another_dtype_has_another_plan() -> None:
         w = torch.arange(600.0).to(dtype)
         snapshot = snapshotter.take({"model": {"w": w}})
         assert bytes(snapshot.staged.raw.numpy()) == w.view(torch.uint8).numpy().tobytes()
+
+
+def test_a_small_shard_is_stored_as_one_and_not_in_the_manifest() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        shard, replica = (
+            DTensor.from_local(torch.ones(2), mesh, [kind], run_check=False) for kind in (Shard(0), Replicate())
+        )
+        flat = flatten({"model": {"shard": shard, "replica": replica, "plain": torch.ones(2)}}, 2)
+        assert list(flat.tensors) == ["model.shard", "model.replica"]
+    finally:
+        dist.destroy_process_group()

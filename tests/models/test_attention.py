@@ -26,6 +26,8 @@ def test_equals_the_plain_implementation_in_outputs_and_gradients(kv_heads, caus
         "kv_n_heads": kv_heads,
         "is_causal": causal,
         "sliding_window_size": window,
+        "softmax_scale": 0.7 if bias else None,
+        "dropout_p": 0.9,  # of training alone
         "attn_bias": torch.randn(1, HEADS, 1, POSITIONS, dtype=torch.float64) if bias else None,
         "key_padding_mask": torch.tensor([[True] * 7, [True] * 4 + [False] * 3]) if padding else None,
     }
@@ -43,7 +45,8 @@ def test_equals_the_plain_implementation_in_outputs_and_gradients(kv_heads, caus
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_decoding_with_a_cache_equals_the_plain_implementation(new):
-    keywords = {"n_heads": HEADS, "kv_n_heads": HEADS, "is_causal": True}
+    bias = torch.randn(1, HEADS, 1, POSITIONS + new + 2, dtype=torch.float64)  # of more positions than there are
+    keywords = {"n_heads": HEADS, "kv_n_heads": HEADS, "is_causal": True, "attn_bias": bias}
     empty = ()
     outputs = []
     for attention in (sdpa_attention, plain):

@@ -116,6 +116,13 @@ def test_width_activation_device_and_dtype_are_those_of_the_block():
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_in_the_mode_of_their_blocks(training):
+    model = llama().train(training)
+    layers = apply_dmoe(model, MoEConfig(num_experts=2, init="upcycle"))
+    assert {module.training for layer in layers for module in layer.modules()} == {training}
+
+
 def test_blocks_on_meta_become_layers_on_meta():
     with torch.device("meta"):
         model = llama()

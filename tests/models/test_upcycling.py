@@ -72,12 +72,13 @@ def test_experts_of_a_third_of_the_width_add_up_to_the_dense_block(build: Any, g
     assert torch.equal(weight_ED[0], weight_ED[2]) and not torch.equal(weight_ED[0], weight_ED[3])
 
 
-def test_unnormalised_weights_are_made_up_for_by_the_mean_of_an_untrained_gate() -> None:
-    """With a gate of zeros every probability is 1/E, and the scale of He et al. 2024 is exact."""
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_unnormalised_weights_are_made_up_for_by_the_mean_of_an_untrained_gate(score: str) -> None:
+    """With a gate of zeros every probability is 1/E, or 1/2, and the scale of He et al. 2024 is exact."""
     model = llama()
     with torch.no_grad():
         before = model(input_ids=IDS).logits
-        gate = {"name": "topk", "normalize": False}
+        gate = {"name": "topk", "normalize": False, "score": score, "scale": 2.5}
         config = MoEConfig(num_experts=6, top_k=3, expert_hidden_size=16, init="upcycle", gate=gate)
         for layer in apply_dmoe(model, config):
             layer.gate.weight_ED.zero_()

@@ -17,6 +17,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+# multiplies its tables by 0.1 ln(factor) + 1
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
 
 def _rotary(scaling: dict | None) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(
@@ -26,7 +29,7 @@ def _rotary(scaling: dict | None) -> LlamaRotaryEmbedding:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN])
 def test_tables_are_those_of_transformers(scaling: dict | None, dtype: torch.dtype) -> None:
     rotary, x, positions_BS = _rotary(scaling), torch.zeros(2, 1, dtype=dtype), torch.randint(0, 512, (2, 32))
     expected = rotary(x, positions_BS)

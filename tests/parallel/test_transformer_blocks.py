@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import batch_context, moe_layers
+from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from tests.helpers.small_training import CASES, build_model, shard_rest
@@ -113,3 +114,10 @@ def test_sums_of_loads_follow_the_weights_before_a_block_is_compiled() -> None:
             model(torch.arange(8).view(2, 4)).sum().backward()
         assert all(layer.statistics.counts_E.sum() == 2 * 8 * layer.config.top_k for layer in moe_layers(model))
     assert graphs[0] == graphs[1]
+
+
+@pytest.mark.quick
+def test_blocks_in_groups_are_their_group() -> None:
+    layer = MoELayer(4, MoEConfig(num_experts=2, expert_hidden_size=4, activation="swiglu"))
+    groups = torch.nn.ModuleList([torch.nn.ModuleList([layer]), torch.nn.ModuleList([torch.nn.Linear(1, 1)])])
+    assert block_lists(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(1, 1)]), groups)) == [groups]
