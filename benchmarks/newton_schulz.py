@@ -208,7 +208,7 @@ def step(layers: int, number: int, n: int, m: int) -> None:
         return x
 
     runs = {
-        "plain, torch's element-wise operators": run(False, lambda x, _: plain(x)),
+        "plain, torch's element-wise operators": run(False, lambda x, *_, **__: plain(x)),
         "with kernels": run(True, orthogonalize),
         "element-wise operators of torch alone": run(False, nothing),
         "element-wise kernels alone": run(True, nothing),
