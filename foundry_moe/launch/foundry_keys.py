@@ -59,7 +59,7 @@ def key_mistakes(run: Mapping[str, Any], *, rules: bool = False, skipped: Sequen
 
     Args:
         rules: check each value by the rule for it too, where keys and kinds are right.
-        skipped: paths of keys whose values are not checked.
+        skipped: paths of keys that are not checked.
     """
     shape = table()["run"]
     for key in run:
@@ -130,7 +130,8 @@ class _Walk:
         """
         keys, prefix = shape["keys"], f"{where}." if where else ""
         if not shape["open"]:
-            yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
+            unknown = [str(key) for key in settings if key not in keys and f"{prefix}{key}" not in self.skipped]
+            yield from caught(refuse_unknown, unknown, keys, where)
         for key, value in settings.items():
             known = keys.get(key, "any")
             if f"{prefix}{key}" in self.skipped:
