@@ -6,7 +6,6 @@ from collections.abc import Mapping, MutableMapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from llmfoundry.layers_registry import attention_implementations
 from llmfoundry.models.mpt.configuration_mpt import MPTConfig
 from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import idle_parameters, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models import loss_head
+from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.schema import UserError, from_mapping
 
@@ -110,7 +110,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         if getattr(self.config, "uses_sdpa", False):
             for module in self.model.modules():
                 if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
-                    module.attn_fn = attention_implementations.get(_ATTENTION)
+                    module.attn_fn = sdpa_attention
         apply_dmoe(self.model, config)
 
     @property

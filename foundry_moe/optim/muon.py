@@ -208,7 +208,7 @@ def _update_batch(
 
 
 def _alone() -> bool:
-    """Whether this is the only rank. On several, kernels have not been seen to work yet: see benchmarks/RESULTS.md."""
+    """Whether this is the only rank. Kernels have not run over NCCL yet: see benchmarks/RESULTS.md."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
