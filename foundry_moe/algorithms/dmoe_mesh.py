@@ -171,13 +171,14 @@ class MeshGradients(Algorithm):
         self._seen = 0
 
     def match(self, event: Event, state: State) -> bool:
-        if event in (Event.FIT_START, Event.AFTER_TRAIN_BATCH):
+        if event in (Event.BEFORE_LOAD, Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
         return self.replicated and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
+        elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
             for layer in moe_layers(state.model) if self.single_rank else ():
                 if not isinstance(layer.experts, FSDPModule):  # in their block's group
                     cast_in_one_pass(layer.experts)

@@ -325,7 +325,7 @@ def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         facts = describe_weights(config) if converted else {}
         if (rules := rules_of(config)) and (converted or built):
             facts["parameter_rules"] = rules
-        algorithms["dmoe_steps"] = {**(algorithms.get("dmoe_steps") or {}), **facts}
+        algorithms["dmoe_steps"] = {**facts, **(algorithms.get("dmoe_steps") or {})}
         config["algorithms"] = algorithms
     if "dmoe_steps" in algorithms:
         monitors: dict[str, Any] = {"lr_monitor": {}, "speed_monitor": {"window_size": 10}}

@@ -16,6 +16,7 @@ from composer.distributed import prepare_distributed
 from torch import nn
 from transformers import PreTrainedModel
 
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.pretrained import (
     SafetensorsFolder,
     check_names,
@@ -83,6 +84,8 @@ class WeightsFromFiles:
 
         def give_memory(module: nn.Module, *_: Any) -> None:
             materialize(module, device)
+            for layer in moe_layers(module):  # experts that no file has
+                getattr(layer.experts, "param_init_fn", lambda _: None)(layer.experts)
 
         prepare_distributed.meta_init = give_memory  # type: ignore[assignment]
 

@@ -65,7 +65,7 @@ class ExpertsBase(nn.Module):
     def forward(self, rows: Dispatched) -> Dispatched:
         """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
 
-        Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
+        Rounds are one call too, so that FSDP2, which wraps this module where tokens are sent, gathers its weights once.
         """
         tensors = self.tensors()
         if rows.parts is not None:

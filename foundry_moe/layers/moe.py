@@ -238,7 +238,7 @@ class MoELayer(nn.Module):
         return choices, context.mask_T
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
-        """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
+        """y_TD: each token's weighted sum of its experts, and the shared expert. Not compiled where tokens are sent."""
         rows = self.dispatcher.dispatch(x_TD, choices)
         rows = self.experts(rows)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel

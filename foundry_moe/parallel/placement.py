@@ -77,9 +77,11 @@ def parallelize(
         reshard_after_forward: of the experts, as in `fully_shard`.
         device: of this rank.
         ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
-        blocks: modules that the caller gives to `fully_shard` on `Placement.mesh`. Experts in them that are not divided
-            (`expert` is 1) are left to it, so that one hook gathers a block and its graph is compiled whole. If they
-            are on the meta device, call `experts.param_init_fn(experts)` once they have memory, as Composer does.
+        blocks: modules that the caller gives to `fully_shard` on `Placement.mesh`. Where `expert` is 1, experts in them
+            are left to it, and so are the optimizers' references to these, if `shard` cuts their first dimension, no
+            file has their weights, and FSDP2 can have the block's dtypes in one group. One hook then gathers a block,
+            and its graph is compiled whole. Call `experts.param_init_fn(experts)` once experts of the meta device have
+            memory, as Composer does.
 
     Raises:
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
@@ -95,12 +97,14 @@ def parallelize(
     average_on_gloo()
     meshes = build_meshes(plan, device.type)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    within = {module for block in blocks for module in block.modules()} if plan.expert == 1 else set()
+    alike = [block for block in blocks if len({p.dtype for p in block.parameters() if p.requires_grad}) <= 1]
+    within = {module for block in alike for module in block.modules()} if plan.expert == 1 else set()
     connect(layers.values(), meshes, mesh_config)
     for name, layer in layers.items():
         draw_replicated(layer, device)
         if layer in within and dimensions[name] == 0 and not layer.sources:
-            layer.experts.param_init_fn = partial(_draw_own, layer, plan)
+            if any(parameter.is_meta for parameter in layer.experts.parameters()):
+                layer.experts.param_init_fn = partial(_draw_own, layer, plan)
             continue
         # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
         # call, a compiled block's graph breaks once.

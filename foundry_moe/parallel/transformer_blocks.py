@@ -105,7 +105,8 @@ def _first_pass(block: Any, compiled: Callable[..., Any], *args: Any, **kwargs: 
     """A compiled block's first forward pass. Its weights have their memory now, and the sums of loads must follow."""
     for layer in moe_layers(block):
         layer.move_statistics()
-    block.forward = compiled
+    if getattr(block.forward, "func", None) is _first_pass:  # nothing has wrapped it meanwhile
+        block.forward = compiled
     return compiled(*args, **kwargs)
 
 

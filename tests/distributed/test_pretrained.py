@@ -53,10 +53,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_each_rank_reads_its_own_slices_and_the_model_is_the_one_on_disk(folders: dict[str, Path]) -> None:
     upcycled: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_hidden_size": 22, "loss": {}}
-    moes = {model_type: moe_of(model_type) for model_type in KEYS} | {"llama": upcycled}
-    jobs = [(str(folders[name]), moe, MESH) for name, moe in moes.items()]
+    runs = [(model_type, moe_of(model_type), MESH) for model_type in KEYS]
+    # experts that no file has, in their block's group of FSDP2
+    runs += [("llama", upcycled, MESH), ("llama", {**upcycled, "init": "random"}, {**MESH, "shard": 4, "expert": 1})]
+    jobs = [(str(folders[name]), moe, mesh) for name, moe, mesh in runs]
     found = run_processes(pretrained_worker.read_models, jobs, world_size=4, preload=PRELOAD)
-    for (name, moe), result in zip(moes.items(), found, strict=True):
+    for (name, moe, _), result in zip(runs, found, strict=True):
         model = AutoModelForCausalLM.from_pretrained(folders[name], torch_dtype=torch.float32).eval()
         apply_dmoe(model, MoEConfig(**moe))
         for key, weight in model.state_dict().items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.config import AUTO, MeshConfig, MoEConfig
@@ -20,6 +21,7 @@ from foundry_moe.parallel.mesh import MeshPlan, build_meshes
 from foundry_moe.parallel.placement import (
     connect,
     local_weights,
+    parallelize,
     plan_for_counts,
     plan_for_layers,
     replace_parameters,
@@ -77,3 +79,20 @@ def test_an_optimizer_gets_the_placed_parameters_in_all_groups_before_its_first_
     optimizer.step()
     with pytest.raises(ValueError, match="before the optimizer's first step"):
         replace_parameters(optimizer, {})
+
+
+@pytest.mark.parametrize("kind", ["real", "meta", "another dtype", "divided", "cut along rows"])
+def test_experts_are_left_to_the_group_of_their_block_where_it_can_have_them(kind: str) -> None:
+    experts = 6 if kind == "cut along rows" else 8
+    config = MoEConfig(num_experts=experts, expert_hidden_size=8, activation="gelu")
+    dtype = torch.bfloat16 if kind == "another dtype" else torch.float32
+    moe = MoELayer(4, config, device="meta" if kind == "meta" else "cpu")
+    block = nn.Sequential(nn.Linear(4, 4, dtype=dtype), moe)
+    model = nn.Sequential(block)
+    sizes = {"expert": 2, "shard": 2} if kind == "divided" else {"expert": 1, "shard": 4}
+    placed = parallelize(model, MeshConfig(**sizes), blocks=[block])
+    assert isinstance(moe.experts, FSDPModule) == (kind not in ("real", "meta"))
+    assert hasattr(moe.experts, "param_init_fn") == (kind == "meta")
+    if kind == "real":
+        fully_shard(block, mesh=placed.mesh)
+        assert [parameter.to_local().shape[0] for parameter in moe.experts.parameters()] == [2, 2]
