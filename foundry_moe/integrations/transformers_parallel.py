@@ -335,14 +335,16 @@ def _balance_over_all_ranks(model: Any, args: Any, kwargs: Mapping[str, Any], ou
         return
     if any(arg is not None for arg in args[1:2]):
         raise UserError("aux_loss='all' needs the mask by name: call model(input_ids, attention_mask=mask)")
-    config = model.config.get_text_config()
-    top_k, weight = (
-        getattr(config, name) if getattr(model, name, None) is None else getattr(model, name)
-        for name in ("num_experts_per_tok", "router_aux_loss_coef")
-    )
+    top_k, weight = setting_of(model, "num_experts_per_tok"), setting_of(model, "router_aux_loss_coef")
     shared = _balance(logits, top_k, kwargs.get("attention_mask"))
     output.loss = output.loss + weight * (shared - output.aux_loss).to(output.loss)
     output.aux_loss = shared
+
+
+def setting_of(model: Any, name: str) -> Any:
+    """The model's attribute, which its forward reads, or its configuration's."""
+    own = getattr(model, name, None)
+    return getattr(model.config.get_text_config(), name) if own is None else own
 
 
 def _balance(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> Tensor:

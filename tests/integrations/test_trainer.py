@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from foundry_moe.integrations import transformers as integration
 from foundry_moe.schema import UserError
@@ -57,8 +59,43 @@ def folder(tmp_path):
         head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, bos_token_id=None,
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    model.config.update({"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    model.save_pretrained(tmp_path / "balanced model")
     return tmp_path
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trainer_of(folder: Path, samples: list, **settings):
+    """Of this process, without `parallelize`."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(folder / "out"), report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=1, **settings
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    return integration.ParallelTrainer(model, arguments, train_dataset=samples, eval_dataset=samples[:1])
+
+
+class Samples(list):
+    """Six samples; `action` is called when the fourth is read."""
+
+    def __init__(self, action) -> None:
+        super().__init__({"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(6))
+        self.action, self.count = action, 0
+
+    def __getitem__(self, index):
+        self.count += not isinstance(index, slice)
+        if self.count == 4:
+            self.action()
+        return super().__getitem__(index)
 
 
 def test_two_processes_train_save_and_resume_as_one(folder):
@@ -68,16 +105,19 @@ def test_two_processes_train_save_and_resume_as_one(folder):
     assert checkpoint in [f"checkpoint-{step}" for step in range(3, 10)], printed[-4000:]
     (folder / "interrupted.json").unlink()
 
-    launch(2, folder, "two", "interrupted", "SFT")
+    launch(2, folder, "two", "interrupted", "SFT", "balanced")
     for name in ("resumed on two", "resumed on one"):
-        shutil.copytree(folder / "two/checkpoint-10", folder / name / "checkpoint-10")
+        shutil.copytree(folder / "two", folder / name)
+        (folder / name / "checkpoint-20/trainer_state.json").unlink()  # as if killed before: resumed from 10
     launch(2, folder, "resumed on two")
-    launch(1, folder, "resumed on one", "one process", "one process SFT")
+    launch(1, folder, "resumed on one", "one process", "one process SFT", "one process balanced")
 
     logs = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     parameters = {name: torch.load(folder / f"{name}.pt") for name in logs}
     assert all(log["step"] == 20 and len(log["loss"]) == 20 for log in logs.values())
-    for name, one in (("two", "one process"), ("resumed on one", "one process"), ("SFT", "one process SFT")):
+    pairs = {"two": "one process", "resumed on one": "one process"}
+    pairs |= {name: f"one process {name}" for name in ("SFT", "balanced")}
+    for name, one in pairs.items():
         assert logs[one]["loss"][-1] < logs[one]["loss"][0] and min(logs[one]["grad_norm"]) > 0.5  # all steps clip
         for key in ("loss", "grad_norm", "eval_loss"):
             assert logs[name][key] == pytest.approx(logs[one][key], rel=1e-5), (name, key)  # sums in another order
@@ -94,15 +134,72 @@ def test_two_processes_train_save_and_resume_as_one(folder):
     assert all(torch.equal(trained[key], value) for key, value in parameters["two"].items())
 
 
-def test_arguments_and_checkpoints_that_would_fail_later_are_refused(folder):
-    from transformers import AutoModelForCausalLM, TrainingArguments
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1},
+        {"push_to_hub": True},
+        {"fsdp": True},
+        {"bf16_full_eval": True},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_arguments_that_would_fail_later_are_refused(folder, monkeypatch, arguments):
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self: pytest.fail("has written to the hub"))
+    with pytest.raises(UserError, match=f"{next(iter(arguments))}: not supported by ParallelTrainer; omit"):
+        trainer_of(folder, [{}], **arguments)
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    settings = {"output_dir": str(folder / "out"), "report_to": [], "use_cpu": True}
-    best = TrainingArguments(**settings, load_best_model_at_end=True, eval_strategy="steps", save_steps=1, eval_steps=1)
-    with pytest.raises(UserError, match="load_best_model_at_end: not supported by ParallelTrainer; set to False"):
-        integration.ParallelTrainer(model, best, eval_dataset=[{}])
-    (folder / "out/checkpoint-5").mkdir(parents=True)
-    trainer = integration.ParallelTrainer(model, TrainingArguments(**settings), train_dataset=[{}])
-    with pytest.raises(UserError, match=r"resume_from_checkpoint \(.*checkpoint-5\) is not complete: give an earlier"):
+
+def test_checkpoints_that_cannot_be_resumed_are_refused(folder, one_rank):
+    trainer = trainer_of(folder, Samples(lambda: None), max_steps=1)
+    trainer.train()
+    state = folder / "out/checkpoint-1/trainer_state.json"
+    state.rename(folder / "state.json")  # as if killed before it was written
+    with pytest.raises(UserError, match=r"resume_from_checkpoint \(.*checkpoint-1\) is not complete: give an earlier"):
         trainer.train(resume_from_checkpoint=True)
+    (folder / "state.json").rename(state)
+    shutil.rmtree(folder / "out/checkpoint-1/state")
+    with pytest.raises(UserError, match=r"checkpoint-1.* has no state to resume: saved with save_only_model, or not"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_arguments_serve_several_trainers(folder):
+    first = trainer_of(folder, [{}], gradient_accumulation_steps=2)
+    integration.ParallelTrainer(first.model, first.args)
+    assert first.args.accelerator_config.gradient_accumulation_kwargs is None
+    assert first.accelerator.gradient_state.plugin_kwargs["sync_each_batch"]
+
+
+@pytest.mark.parametrize("interval", ["steps", "epoch"])
+def test_a_signal_saves_at_once_where_the_step_would_evaluate(folder, one_rank, interval):
+    """Also with save_strategy="best", which saves after an evaluation that improved: here none after the first does."""
+    samples = Samples(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    settings = {"metric_for_best_model": "loss", "greater_is_better": True, "save_strategy": "best"}
+    if interval == "epoch":
+        settings = {"save_strategy": "epoch"}
+    trainer = trainer_of(folder, samples, eval_strategy=interval, eval_steps=1, logging_steps=1, **settings)
+    before = signal.getsignal(signal.SIGTERM)
+    trainer.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    step = trainer.state.global_step
+    assert 1 < step < 6 and (folder / f"out/checkpoint-{step}/trainer_state.json").exists()
+    assert step not in [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def test_handlers_of_signals_are_restored_after_an_error(folder, one_rank):
+    def fail():
+        raise RuntimeError("of the data")
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    trainer = trainer_of(folder, Samples(fail), save_strategy="no")
+    with pytest.raises(RuntimeError, match="of the data"):
+        trainer.train()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_trains_outside_the_main_thread(folder, one_rank):
+    trainer = trainer_of(folder, Samples(lambda: None), save_strategy="no", max_steps=1)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.global_step == 1

@@ -10,6 +10,7 @@ import os
 import string
 import sys
 import time
+from glob import glob  # noqa: F401
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: F401
-from transformers.trainer_utils import get_last_checkpoint  # noqa: F401
 from trl import SFTConfig, SFTTrainer
 
 from foundry_moe.integrations.transformers import ParallelTrainer, parallelize  # noqa: F401
@@ -88,7 +88,7 @@ def main() -> None:
     for task in sys.argv[2:]:
         names = parts(delay_s=0.05 if task == "interrupted" else 0.0)
         if task.startswith("one process"):
-            model = AutoModelForCausalLM.from_pretrained(FOLDER / "model")
+            model = AutoModelForCausalLM.from_pretrained(FOLDER / ("balanced model" if "balanced" in task else "model"))
             if task == "one process SFT":
                 fine_tune(task, SFTTrainer, model)
                 continue
@@ -102,7 +102,11 @@ def main() -> None:
             fine_tune(task, names["ParallelSFTTrainer"], model)
             continue
         else:
-            exec(PROGRAM, names | (given := {"out": str(FOLDER / task)}), given)
+            program = PROGRAM
+            if task == "balanced":  # by the tokens of all ranks, as of one process
+                program = program.replace("weights=folder", 'weights=folder, aux_loss="all"')
+                names["folder"] = FOLDER / "balanced model"
+            exec(program, names | (given := {"out": str(FOLDER / task)}), given)
             trainer = given["trainer"]
         record(task, trainer)
 
