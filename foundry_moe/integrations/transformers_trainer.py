@@ -93,7 +93,8 @@ class ParallelTrainer(_Trainer):
         loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         aux_loss = getattr(outputs, "aux_loss", None)
         if aux_loss is not None and outputs.loss is not None:
-            coefficient = setting_of(self.model, "router_aux_loss_coef")
+            jetmoe = hasattr(self.model.config, "aux_loss_coef")
+            coefficient = setting_of(self.model, "aux_loss_coef" if jetmoe else "router_aux_loss_coef")
             loss = loss - (self.accelerator.num_processes - 1) * coefficient * aux_loss.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
