@@ -16,6 +16,7 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, RESHARD, MeshConfig, check_compilation, refuse_other_parallelism
 from foundry_moe.layers.lookup import moe_layers
@@ -81,11 +82,10 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         blocks=_wrapped_blocks(state.model),
     )
     state.fsdp_config.device_mesh = placement.mesh
-    plan = placement.plan
-    _replace_clipping(state, replicated=plan.replicate > 1, single_rank=plan.replicate == plan.world_size)
+    _replace_clipping(state, replicated=placement.plan.replicate > 1)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
-        log.info("mesh %s, all_to_all %s", plan, plan.all_to_all)
+        log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
 
 
 def _wrapped_blocks(model: Any) -> list[nn.Module]:
@@ -117,7 +117,7 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, *, replicated: bool, single_rank: bool = False) -> None:
+def _replace_clipping(state: State, *, replicated: bool) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
     for clipping in _clippings(state):
@@ -127,9 +127,7 @@ def _replace_clipping(state: State, *, replicated: bool, single_rank: bool = Fal
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
         state.algorithms.remove(clipping)
-    state.algorithms.append(
-        MeshGradients(replicated=replicated, single_rank=single_rank, clipping_type=kind, clipping_threshold=threshold)
-    )
+    state.algorithms.append(MeshGradients(replicated=replicated, clipping_type=kind, clipping_threshold=threshold))
 
 
 def count_samples(batch: Any) -> int | None:
@@ -150,7 +148,6 @@ class MeshGradients(Algorithm):
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
-        single_rank: each rank holds all weights, which FSDP2 only casts.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -159,12 +156,10 @@ class MeshGradients(Algorithm):
         self,
         *,
         replicated: bool,
-        single_rank: bool = False,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
         self.replicated = replicated
-        self.single_rank = single_rank
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self._expected: int | None = None
@@ -179,8 +174,10 @@ class MeshGradients(Algorithm):
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
-            for layer in moe_layers(state.model) if self.single_rank else ():
-                if not isinstance(layer.experts, FSDPModule):  # in their block's group
+            for layer in moe_layers(state.model):
+                weight: Any = next(layer.experts.parameters())
+                in_block = isinstance(weight, DTensor) and not isinstance(layer.experts, FSDPModule)
+                if in_block and weight.device_mesh.shape[-1] == 1:  # a rank has them whole: FSDP2 only casts them
                     cast_in_one_pass(layer.experts)
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._expected, self._seen = self._microbatches(state), 0

@@ -335,13 +335,18 @@ def _balance_over_all_ranks(model: Any, args: Any, kwargs: Mapping[str, Any], ou
         return
     if any(arg is not None for arg in args[1:2]):
         raise UserError("aux_loss='all' needs the mask by name: call model(input_ids, attention_mask=mask)")
-    top_k, weight = setting_of(model, "num_experts_per_tok"), setting_of(model, "router_aux_loss_coef")
-    shared = _balance(logits, top_k, kwargs.get("attention_mask"))
-    output.loss = output.loss + weight * (shared - output.aux_loss).to(output.loss)
+    shared = _balance(logits, _setting_of(model, "num_experts_per_tok"), kwargs.get("attention_mask"))
+    output.loss = output.loss + aux_loss_weight(model) * (shared - output.aux_loss).to(output.loss)
     output.aux_loss = shared
 
 
-def setting_of(model: Any, name: str) -> Any:
+def aux_loss_weight(model: Any) -> float:
+    """Of the load-balancing loss in the model's loss."""
+    jetmoe = hasattr(model.config.get_text_config(), "aux_loss_coef")
+    return _setting_of(model, "aux_loss_coef" if jetmoe else "router_aux_loss_coef")
+
+
+def _setting_of(model: Any, name: str) -> Any:
     """The model's attribute, which its forward reads, or its configuration's."""
     own = getattr(model, name, None)
     return getattr(model.config.get_text_config(), name) if own is None else own

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from foundry_moe.checkpoint import Reader, Writer
-from foundry_moe.integrations.transformers_parallel import save_pretrained, setting_of
+from foundry_moe.integrations.transformers_parallel import aux_loss_weight, save_pretrained
 from foundry_moe.schema import UserError
 
 STATE = "state"  # of a checkpoint's folder: the folder of `Writer`
@@ -93,9 +93,7 @@ class ParallelTrainer(_Trainer):
         loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         aux_loss = getattr(outputs, "aux_loss", None)
         if aux_loss is not None and outputs.loss is not None:
-            jetmoe = hasattr(self.model.config, "aux_loss_coef")
-            coefficient = setting_of(self.model, "aux_loss_coef" if jetmoe else "router_aux_loss_coef")
-            loss = loss - (self.accelerator.num_processes - 1) * coefficient * aux_loss.to(loss.device)
+            loss = loss - (self.accelerator.num_processes - 1) * aux_loss_weight(self.model) * aux_loss.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

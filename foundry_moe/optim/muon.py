@@ -27,7 +27,7 @@ from foundry_moe.schema import UserError
 
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
 DTYPES = ("bfloat16", "float32", "float64")
-TOGETHER = 2**28  # numbers orthogonalised at once: 512 MiB in bf16; 2**27 takes 3% to 6% longer, 2**25 17% to 29%
+TOGETHER = 2**28  # numbers orthogonalised at once: 512 MiB in bf16; 2**27 takes 2% to 6% longer, 2**25 17% to 29%
 
 
 @dataclass(frozen=True, kw_only=True)
