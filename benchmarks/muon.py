@@ -36,7 +36,7 @@ from foundry_moe.parallel.gradients import clip_factor, gradient_norm
 from foundry_moe.parallel.transformer_blocks import block_lists, prefetch_in_order
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, SKIPPED = 10, 3
+STEPS, SKIPPED = 8, 3
 TOY = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 512, "max_seq_len": 32}
 KEYS: dict[str, Any] = {"lr": 4e-4, "betas": (0.9, 0.95), "weight_decay": 1e-5}
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", help=f"of {', '.join(LAYERS)}")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--toy", action="store_true")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

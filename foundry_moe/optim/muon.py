@@ -194,7 +194,7 @@ def _update_batch(
     exchange = None if part.group is None else _Exchange(part, len(x_NrC), turn)
     whole = (lambda: x_NrC) if exchange is None else exchange.gather(x_NrC)
     yield
-    update_NRC = orthogonalize(whole(), group["ns_steps"], gram=_alone())
+    update_NRC = orthogonalize(whole(), group["ns_steps"])
     ours = (lambda: update_NRC) if exchange is None else exchange.scatter(update_NRC)
     yield
     rate = group["lr"] * RMS * math.sqrt(max(sum(part.heights), part.columns))
@@ -207,15 +207,8 @@ def _update_batch(
             matrix.weight.mul_(kept).add_(update, alpha=-rate)
 
 
-def _alone() -> bool:
-    """Whether this is the only rank. Kernels have not run over NCCL yet: see benchmarks/RESULTS.md."""
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
 def _fits_kernel(*tensors_NrC: Tensor) -> bool:
-    return _alone() and all(
-        tensor.is_cuda and tensor.dtype != torch.float64 and tensor.stride(2) == 1 for tensor in tensors_NrC
-    )
+    return all(tensor.is_cuda and tensor.dtype != torch.float64 and tensor.stride(2) == 1 for tensor in tensors_NrC)
 
 
 class _Exchange:
