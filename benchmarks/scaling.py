@@ -1,13 +1,13 @@
 """Weak scaling of a training step on the GPUs of one host: tokens/s per GPU of each mesh over one GPU's.
 
     python benchmarks/scaling.py [--gpus 1 2 4] [--mesh 1,1,2 1,2,1] [--run olmoe_1b_7b] [--layers 7]
-        [--microbatches 1] [--repeats 3] [--trace] [KEY=VALUE ...]
+        [--microbatches 1] [--repeats 3] [--balanced] [--trace] [KEY=VALUE ...]
 
 Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences per GPU and
 microbatch. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
 replicas. With repeats every mesh runs once before any runs again, and a line has medians. `--trace` adds a launch
-that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. The host is
-slower while it traces, so that the idle time is an upper bound.
+that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. For
+`--balanced` see `train_step.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = N
         f"model.n_layers={layers}",
         f"model.moe.mesh={{replicate: {replicate}, shard: {shard}, expert: {expert}, compile: blocks}}",
         *arguments.keys,
+        *(["--balanced"] if arguments.balanced else []),
         *(["--trace", str(trace)] if trace else []),
     ]
     return [*launched(gpus, "benchmarks/train_step.py"), f"yamls/bench/{arguments.run}.yaml", *keys]
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="in place of as many as fit one GPU of 141 GB")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--balanced", action="store_true")
     parser.add_argument("--trace", action="store_true")
     arguments, keys = parser.parse_known_args()
     arguments.keys = keys

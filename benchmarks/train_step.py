@@ -1,10 +1,13 @@
 """Times training steps of a YAML run through Composer: tokens/s per GPU, MFU, memory, and where a step's time goes.
 
     composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--profile] [--trace FILE]
+        [--balanced]
 
 Prints one line of JSON. `--profile` adds a table of kernels by time of the last step, `--trace` writes rank 0's trace
-of it in Chrome's format. One run per launch: a second one in the same processes finds memory that Composer and FSDP2
-still hold of the first.
+of it in Chrome's format: the device's alone, since the host would be slower while it traces its own operations.
+`--balanced` replaces the experts of every token by random ones, as if the model had been trained: at the start experts'
+loads differ, and a rank waits for the one with more. One run per launch: a second one in the same processes finds
+memory that Composer and FSDP2 still hold of the first.
 """
 
 from __future__ import annotations
@@ -27,24 +30,43 @@ from composer.utils import dist
 from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.commands.plan.shape import read_shape
+from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.layers.replay import replay_choices
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets
 SKIPPED_STEPS = 4  # kernels compile and the allocator settles
 SLOWEST_AFTER = 5  # steps, from which on the slowest one is looked for
 
 
+class BalancedChoices(Callback):
+    """Replays random choices of experts."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        layers = moe_layers(state.model)
+        experts, top_k = layers[0].num_experts, layers[0].config.top_k
+        tokens = state.batch["input_ids"].numel()
+        choices_TLK = torch.stack([torch.rand(tokens, experts, device="cuda").topk(top_k)[1] for _ in layers], 1)
+        self.replay = replay_choices(state.model, choices_TLK)
+        self.replay.__enter__()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.replay.__exit__(None, None, None)
+
+
 class StepTimer(Callback):
     """Wall time of each step, the device idle at both ends; optionally a profile of the last one."""
 
-    def __init__(self, profile: bool, last: int) -> None:
+    def __init__(self, profile: bool, trace: bool, last: int) -> None:
         self.seconds: list[float] = []
         self.compiled: list[list[str]] = []  # Triton kernels and graphs, by step
         self.last = last
         for watch in (on_compilation, on_graph_compilation):
             watch(lambda name: self.compiled[-1].append(name) if self.compiled else None)
         self.profiler = None
-        if profile and dist.get_global_rank() == 0:
-            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        if (profile or trace) and dist.get_global_rank() == 0:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            if profile:
+                activities.append(torch.profiler.ProfilerActivity.CPU)
             self.profiler = torch.profiler.profile(activities=activities)
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -63,7 +85,9 @@ class StepTimer(Callback):
             self.profiler.stop()
 
 
-def measure(config: DictConfig, table: bool = False, trace: str | None = None) -> dict[str, Any]:
+def measure(
+    config: DictConfig, table: bool = False, trace: str | None = None, balanced: bool = False
+) -> dict[str, Any]:
     """One run; the same numbers on every rank but for memory, which is the largest."""
     from llmfoundry.command_utils import train
     from llmfoundry.registry import callbacks
@@ -71,7 +95,11 @@ def measure(config: DictConfig, table: bool = False, trace: str | None = None) -
     profile = table or trace is not None
     steps = int(str(config.max_duration).removesuffix("ba"))
     callbacks.register("step_timer", func=StepTimer)
-    OmegaConf.update(config, "callbacks.step_timer", {"profile": profile, "last": steps}, force_add=True)
+    callbacks.register("balanced_choices", func=BalancedChoices)
+    if balanced:  # first, so that drawing is not timed
+        OmegaConf.update(config, "callbacks.balanced_choices", {}, force_add=True)
+    timed = {"profile": table, "trace": trace is not None, "last": steps}
+    OmegaConf.update(config, "callbacks.step_timer", timed, force_add=True)
     plain = OmegaConf.to_container(config, resolve=True)
     flops = read_shape(plain).flops_per_token  # as torchtitan counts, so that MFUs compare
     trainer = train(OmegaConf.create(plain))
@@ -104,17 +132,18 @@ def measure(config: DictConfig, table: bool = False, trace: str | None = None) -
     return result
 
 
-def read_arguments(description: str | None) -> tuple[DictConfig, bool, str | None]:
-    """The run of the command line, whether to print its kernels, and the file for a trace."""
+def read_arguments(description: str | None) -> tuple[DictConfig, bool, str | None, bool]:
+    """The run of the command line, whether to print its kernels, the file for a trace, and whether to balance loads."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("yaml")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trace", metavar="FILE")
+    parser.add_argument("--balanced", action="store_true")
     arguments = parser.parse_args()
     config = OmegaConf.merge(OmegaConf.load(arguments.yaml), OmegaConf.from_cli(arguments.overrides))
     assert isinstance(config, DictConfig)
-    return config, arguments.profile, arguments.trace
+    return config, arguments.profile, arguments.trace, arguments.balanced
 
 
 def main() -> None:

@@ -82,7 +82,8 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         blocks=_wrapped_blocks(state.model),
     )
     state.fsdp_config.device_mesh = placement.mesh
-    _replace_clipping(state, replicated=placement.plan.replicate > 1)
+    keeps = state.fsdp_config.reshard_after_forward is False
+    _replace_clipping(state, replicated=placement.plan.replicate > 1, keeps_weights=keeps)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
@@ -117,17 +118,18 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, *, replicated: bool) -> None:
+def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = False) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
-    for clipping in _clippings(state):
-        kind, threshold = clipping.clipping_type, clipping.clipping_threshold
+    for composers in _clippings(state):
+        kind, threshold = composers.clipping_type, composers.clipping_threshold
         if kind not in CLIPPING:
             raise UserError(
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
-        state.algorithms.remove(clipping)
-    state.algorithms.append(MeshGradients(replicated=replicated, clipping_type=kind, clipping_threshold=threshold))
+        state.algorithms.remove(composers)
+    clipping: dict[str, Any] = {"clipping_type": kind, "clipping_threshold": threshold}
+    state.algorithms.append(MeshGradients(replicated=replicated, keeps_weights=keeps_weights, **clipping))
 
 
 def count_samples(batch: Any) -> int | None:
@@ -144,10 +146,12 @@ def count_samples(batch: Any) -> int | None:
 class MeshGradients(Algorithm):
     """Gradients of a model on a mesh: averaged over replicas once per batch, and clipped by one norm over all meshes.
 
-    Also sets the order in which FSDP2 prefetches weights. Added by `place_on_mesh`; not for YAML.
+    Also keeps gathered weights from one microbatch to the next, and sets the order in which FSDP2 prefetches weights.
+    Added by `place_on_mesh`; not for YAML.
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
+        keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -156,10 +160,12 @@ class MeshGradients(Algorithm):
         self,
         *,
         replicated: bool,
+        keeps_weights: bool = False,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
         self.replicated = replicated
+        self.keeps_weights = keeps_weights
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self._expected: int | None = None
@@ -168,7 +174,8 @@ class MeshGradients(Algorithm):
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.BEFORE_LOAD, Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
-        return self.replicated and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
+        counts = self.replicated or self.keeps_weights
+        return counts and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
@@ -186,21 +193,26 @@ class MeshGradients(Algorithm):
             last = self._expected is None or self._seen >= self._expected
             for module in state.model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_requires_all_reduce(last, recurse=False)
+                    if self.replicated:
+                        module.set_requires_all_reduce(last, recurse=False)
+                    if self.keeps_weights:
+                        module.set_reshard_after_backward(last, recurse=False)
         else:
             self._clip(state, logger)
 
     def _microbatches(self, state: State) -> int | None:
         samples, size = count_samples(state.batch), state.device_train_microbatch_size
         if samples is None or not isinstance(size, int | float):
-            return None  # reduce after each microbatch, which is slower but always right
+            return None  # reduce and free after each microbatch, which is slower but always right
         return max(1, math.ceil(samples / size))
 
     def _clip(self, state: State, logger: Logger) -> None:
-        if self.replicated and self._expected is not None and self._seen != self._expected:
+        if self._expected is not None and self._seen != self._expected:
+            keys = "mesh: {replicate: 1} and " if self.replicated else ""
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
-                "summed over all ranks: use mesh: {replicate: 1} with this data loader"
+                f"summed over replicas or weights not freed: use {keys}fsdp_config: {{{RESHARD}: true}} with this "
+                "data loader"
             )
         if self.clipping_type == "norm":
             parameters = list(state.model.parameters())

@@ -1,4 +1,4 @@
-"""Replicas are averaged after the last microbatch alone, and a batch of another number of microbatches is an error."""
+"""Replicas are averaged, and weights freed, in the last microbatch alone; another number of these is an error."""
 
 from __future__ import annotations
 
@@ -18,36 +18,49 @@ from foundry_moe.schema import raise_mistakes
 
 
 class _Recorder(torch.nn.Module):
-    """Stands for an FSDP2 module: notes when gradients would be summed over replicas."""
+    """Stands for an FSDP2 module: notes when gradients would be summed over replicas, and when weights be freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[bool] = []
+        self.freed: list[bool] = []
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool) -> None:
         self.seen.append(flag)
 
+    def set_reshard_after_backward(self, flag: bool, *, recurse: bool) -> None:
+        self.freed.append(flag)
 
-def _run(monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int) -> list[bool]:
+
+def _run(
+    monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int, **settings: bool
+) -> tuple[list[bool], list[bool]]:
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
     model = _Recorder()
     state: Any = SimpleNamespace(batch=batch, device_train_microbatch_size=size, model=model)
-    algorithm = MeshGradients(replicated=True)
+    algorithm = MeshGradients(**{"replicated": True, **settings})  # type: ignore[arg-type]
     algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
     for _ in range(microbatches):
         algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
     algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
-    return model.seen
+    return model.seen, model.freed
 
 
 def test_only_the_last_microbatch_is_reduced_over_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"input_ids": torch.zeros(7, 3)}
-    assert _run(monkeypatch, batch, 3, 3) == [False, False, True]
-    assert _run(monkeypatch, batch, 7, 1) == [True]
+    assert _run(monkeypatch, batch, 3, 3) == ([False, False, True], [])
+    assert _run(monkeypatch, batch, 7, 1) == ([True], [])
+
+
+def test_weights_that_are_kept_are_freed_by_the_last_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.zeros(7, 3)}
+    last = [False, False, True]
+    assert _run(monkeypatch, batch, 3, 3, keeps_weights=True) == (last, last)
+    assert _run(monkeypatch, batch, 3, 3, keeps_weights=True, replicated=False) == ([], last)
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _run(monkeypatch, object(), 3, 3) == [True, True, True]
+    assert _run(monkeypatch, object(), 3, 3, keeps_weights=True) == ([True] * 3, [True] * 3)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
