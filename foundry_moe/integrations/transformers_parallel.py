@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.integrations.transformers import NAME, _unread, register
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops import PermutePlan
@@ -32,6 +32,7 @@ from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_
 from foundry_moe.parallel.mesh import MeshPlan, average_on_gloo, build_meshes, check_replicas, divisors, listed
 from foundry_moe.parallel.placement import local_weights, plan_for_counts, shard_experts
+from foundry_moe.parallel.transformer_blocks import allow_compilations
 from foundry_moe.schema import UserError
 
 __all__ = ["clip_grad_norm_", "parallelize", "save_pretrained"]
@@ -62,8 +63,8 @@ def parallelize(
         weights: of a model on the meta device: a folder of safetensors, of which each rank reads its slices, in a
             layout that `from_pretrained` takes. None = they are drawn, block by block, by generators that must have
             the same seed on all ranks.
-        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` has an
-            effect.
+        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. Of the other keys `all_to_all` and
+            `compile` have an effect; `compile` takes the loss function too.
         mp_policy: for example `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
         reshard_after_forward: as in `fully_shard`.
         aux_loss: the tokens over which the model's load-balancing loss takes its means: of each `rank`, as transformers
@@ -104,7 +105,10 @@ def parallelize(
     owners: dict[nn.Module, Any] = {module: owner for owner in models for module in owner.modules()}
     mapping = _conversions(model) if weights is not None else []  # FSDP2 changes the classes that it goes by
     sharded: set[nn.Module] = set()
-    for block in _blocks(model):
+    blocks = _blocks(model)
+    if mesh_config.compile == "blocks" or (mesh_config.compile == AUTO and device.type == "cuda"):
+        _compile(model, blocks[:-1], found.values())
+    for block in blocks:
         if weights is None:
             _draw(block, owners, device)
         if block is model and on_meta:
@@ -174,6 +178,38 @@ def _blocks(model: Any) -> list[Any]:
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
     return [*reversed(blocks), model]
+
+
+def _compile(model: Any, blocks: Sequence[nn.Module], all_experts: Iterable[nn.Module]) -> None:
+    """Compiles the blocks' forward pass in training, up to the experts and after them, and the loss function.
+
+    A block's class gets a subclass with the compiled forward: transformers wraps the forward of every new class to
+    checkpoint gradients, and inside of the compiled function a checkpoint would be run without compilation.
+    """
+    allow_compilations(len(blocks))
+    # transformers adds hooks that record router logits at the first call that asks for them
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    for experts in all_experts:  # FSDP2's hooks break the graph before them, and their forward would be many graphs
+        experts.forward = torch.compiler.disable(experts.forward)  # type: ignore[method-assign]
+    compiled: dict[type, type] = {}
+    for block in blocks:
+        kind = type(block)
+        if kind not in compiled:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            compiled[kind] = type(kind.__name__, (kind,), {**names, "forward": _compiled_in_training(kind.forward)})
+        block.__class__ = compiled[kind]
+    if hasattr(model, "loss_function"):
+        model.loss_function = torch.compile(model.loss_function)
+
+
+def _compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Generation would be compiled once for each layer, whose number its cache reads."""
+    compiled = torch.compile(forward)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (compiled if self.training else forward)(self, *args, **kwargs)
+
+    return call
 
 
 def _shard_dimension(parameter: nn.Parameter, plan: MeshPlan, name: str = "") -> int:

@@ -110,6 +110,14 @@ def _first_pass(block: Any, compiled: Callable[..., Any], *args: Any, **kwargs: 
     return compiled(*args, **kwargs)
 
 
+def allow_compilations(blocks: int) -> None:
+    """Raises dynamo's limits: blocks share code objects, whose compilations it counts for all blocks together."""
+    needed = 4 * blocks
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, needed)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
+
+
 def compile_blocks(model: nn.Module, **options: Any) -> int:
     """Compiles each block's forward pass in place, so that names, hooks and FSDP2's wrapping stay.
 
@@ -123,11 +131,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     """
     hide_rotary_tables(model)
     members = [block for blocks in block_lists(model) for block in blocks]
-    # blocks share code objects, and dynamo counts compilations of one code object for all of them
-    needed = 4 * len(members)
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, needed)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
+    allow_compilations(len(members))
     for block in members:
         block.forward = partial(_first_pass, block, torch.compile(block.forward, **options))  # type: ignore[method-assign]
     for layer in moe_layers(model):

@@ -121,6 +121,7 @@ def compare(
     prepare: Callable[[nn.Module], Any] = nn.Module.eval,
     one_batch: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
+    compile: str = "none",
     **options: Any,
 ) -> dict[str, float]:
     """Two clipped AdamW steps on the mesh and, on rank 0, on one process: the largest differences.
@@ -136,7 +137,8 @@ def compare(
     truth = build().to(dtype).eval() if rank == 0 else nn.Linear(1, 1)
     if rank == 0:
         truth.set_experts_implementation("eager")
-    transformers_parallel.parallelize(model, dict(zip(("replicate", "shard", "expert"), mesh, strict=True)), **options)
+    widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+    transformers_parallel.parallelize(model, {**widths, "compile": compile}, **options)
     prepare(model)
     # a large epsilon: rounding must not decide the sign of an update
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, truth)]
@@ -184,6 +186,7 @@ def features(family: certificate.Family) -> dict[str, Any]:
 
     mask = torch.ones(ranks, 2, 9, dtype=torch.int64)
     mask[0, 0, 5:] = 0
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # no code generator: graphs are the point
     found: dict[str, Any] = {
         "aux loss of each rank": compare(with_aux_loss, mesh),
         "aux loss of all ranks": compare(with_aux_loss, mesh, one_batch=True, aux_loss="all"),
@@ -192,6 +195,15 @@ def features(family: certificate.Family) -> dict[str, Any]:
         ),
         "checkpointing": compare(build, mesh, prepare=functools.partial(recompute, use_reentrant=False)),
         "reentrant checkpointing": compare(build, mesh, prepare=functools.partial(recompute, use_reentrant=True)),
+        "compiled": compare(build, mesh, prepare=nn.Module.train, compile="blocks"),
+        "compiled, experts undivided": compare(build, (1, 2, 1), prepare=nn.Module.train, compile="blocks"),
+        "compiled and checkpointed": compare(
+            build, mesh, prepare=functools.partial(recompute, use_reentrant=False), compile="blocks"
+        ),
+        "compiled, with aux loss and mask": compare(
+            with_aux_loss, mesh, prepare=nn.Module.train, one_batch=True, aux_loss="all",
+            inputs={"attention_mask": mask}, compile="blocks",
+        ),
         "bf16": compare(
             build, mesh, torch.float32,
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

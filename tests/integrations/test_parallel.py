@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,41 @@ def test_calls_that_hide_the_mask_or_the_loss_are_refused(with_aux_loss, four_ra
         _balance_over_all_ranks(model, (ids, torch.ones(2, 3)), {}, output)
     with pytest.raises(UserError, match="call the model without return_dict=False"):
         _balance_over_all_ranks(model, (ids,), {"return_dict": False}, (output.loss, output.aux_loss))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks_share_graphs_and_later_shapes_add_none(checkpointed, one_rank, monkeypatch):
+    graphs = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    torch._dynamo.reset()
+    model = tiny_model("qwen3_moe")
+    integration.parallelize(model, {"expert": 1, "compile": "blocks"}, device="cpu")
+    names = dict(tiny_model("qwen3_moe").named_parameters())
+    assert dict(model.named_parameters()).keys() == names.keys()
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    numbers = []
+    for length in (9, 17, 12, 30):
+        ids = torch.randint(1, 64, (2, length))
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        numbers.append(len(graphs))
+    # for both blocks: attention to the MoE layer, its gate, its result, the sum; and the loss
+    assert numbers == [5, 10, 10, 10]
+    model.eval().generate(ids[:, :5], max_new_tokens=4)
+    assert len(graphs) == 10
 
 
 def test_files_without_slices_are_refused(tmp_path, four_ranks):
