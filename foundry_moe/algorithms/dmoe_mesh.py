@@ -132,6 +132,22 @@ def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = F
     state.algorithms.append(MeshGradients(replicated=replicated, keeps_weights=keeps_weights, **clipping))
 
 
+def _has_whole_weights(module: nn.Module) -> bool:
+    """Whether this rank shares no weight of a module that FSDP2 wraps, except with replicas.
+
+    FSDP2 then adds a microbatch's gradients in 10 bytes of memory traffic per weight, and in 26 where it prepares to
+    reduce them over a shard group of one rank.
+    """
+    meshes = {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}
+    sizes = [
+        size
+        for mesh in meshes
+        for size, name in zip(mesh.shape, mesh.mesh_dim_names or (), strict=True)
+        if name.startswith("shard")
+    ]
+    return bool(sizes) and max(sizes) == 1
+
+
 def count_samples(batch: Any) -> int | None:
     """Samples in a batch of tensors; None for a batch of another kind."""
     if isinstance(batch, torch.Tensor):
@@ -168,6 +184,7 @@ class MeshGradients(Algorithm):
         self.keeps_weights = keeps_weights
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
+        self._whole: set[nn.Module] = set()  # noted once: FSDP2 replaces parameters while it has gathered them
         self._expected: int | None = None
         self._seen = 0
 
@@ -181,6 +198,8 @@ class MeshGradients(Algorithm):
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
+            modules = (module for module in state.model.modules() if isinstance(module, FSDPModule))
+            self._whole = {module for module in modules if _has_whole_weights(module)}
             for layer in moe_layers(state.model):
                 weight: Any = next(layer.experts.parameters())
                 in_block = isinstance(weight, DTensor) and not isinstance(layer.experts, FSDPModule)
@@ -193,7 +212,9 @@ class MeshGradients(Algorithm):
             last = self._expected is None or self._seen >= self._expected
             for module in state.model.modules():
                 if isinstance(module, FSDPModule):
-                    if self.replicated:
+                    if self.replicated and module in self._whole:
+                        module.set_requires_gradient_sync(last, recurse=False)
+                    elif self.replicated:
                         module.set_requires_all_reduce(last, recurse=False)
                     if self.keeps_weights:
                         module.set_reshard_after_backward(last, recurse=False)

@@ -24,6 +24,10 @@ class _Recorder(torch.nn.Module):
         super().__init__()
         self.seen: list[bool] = []
         self.freed: list[bool] = []
+        self.reduced: list[bool] = []
+
+    def set_requires_gradient_sync(self, flag: bool, *, recurse: bool) -> None:
+        self.reduced.append(flag)
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool) -> None:
         self.seen.append(flag)
@@ -57,6 +61,19 @@ def test_weights_that_are_kept_are_freed_by_the_last_microbatch(monkeypatch: pyt
     last = [False, False, True]
     assert _run(monkeypatch, batch, 3, 3, keeps_weights=True) == (last, last)
     assert _run(monkeypatch, batch, 3, 3, keeps_weights=True, replicated=False) == ([], last)
+
+
+def test_whole_weights_are_reduced_in_the_last_microbatch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though FSDP2 installs parameters of another kind once it has gathered the weights."""
+    monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
+    model, algorithm = _Recorder(), MeshGradients(replicated=True, keeps_weights=True)
+    whole = [True]
+    monkeypatch.setattr(mesh_callback, "_has_whole_weights", lambda module: whole.pop())
+    state: Any = SimpleNamespace(batch=torch.zeros(6, 3), device_train_microbatch_size=2, model=model)
+    monkeypatch.setattr(mesh_callback, "moe_layers", lambda model: [])
+    for event in (Event.BEFORE_LOAD, Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_FORWARD] * 3):
+        algorithm.apply(event, state, None)  # type: ignore[arg-type]
+    assert (model.seen, model.reduced) == ([], [False, False, True])
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
