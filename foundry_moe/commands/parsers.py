@@ -148,11 +148,9 @@ def add_plan_parser(subparsers: Any) -> None:
         "not fit.",
         example="run.yaml --gpus 64 --chip h100 --search",
     )
-    parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py; not with --calibrate")
+    parser.add_argument("yaml", help="the run's YAML, as for train.py")
     add_overrides(parser)
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs of the run; with --calibrate, GPUs that exchange messages (default: all)"
-    )
+    parser.add_argument("--gpus", type=positive_int, required=True, help="GPUs of the run")
     parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
     parser.add_argument("--gpu-memory-gib", type=positive, help="memory of one GPU (default: that of --chip)")
     parser.add_argument(
@@ -161,22 +159,9 @@ def add_plan_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--search", action="store_true", help="also list every mesh of these GPUs, fastest first, with reasons"
     )
-    parser.add_argument("--constants", type=Path, help="file written by --calibrate (default: the constants of --chip)")
+    parser.add_argument("--constants", type=Path, help="file of benchmarks/calibrate.py (default: that of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure this machine's constants, print and save them"
-    )
-
-    def run(arguments: argparse.Namespace) -> int:
-        if arguments.calibrate:
-            if arguments.yaml is not None or arguments.search or arguments.json:
-                parser.error("--calibrate takes no run: remove the YAML, --search and --json")
-            return command_of("commands.plan.calibrate", "calibrate_command")(arguments)
-        if arguments.yaml is None or arguments.gpus is None:
-            parser.error("a run's YAML and --gpus are needed, or --calibrate")
-        return command_of("commands.plan.command", "plan_command")(arguments)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=command_of("commands.plan.command", "plan_command"))
 
 
 def add_loads_parser(subparsers: Any) -> None:

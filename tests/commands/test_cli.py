@@ -231,8 +231,7 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, value):
         (["export", "RUN", "s3://bucket/out"], "s3://bucket/out must be a path of this host"),
         (["checkpoints", "gc", "RUN", "--keep", "0"], "argument --keep: 0 must be 1 or more"),
         (["export", "RUN", "OUT"], "error: there is nothing at"),
-        (["plan", "--calibrate", "--search"], "--calibrate takes no run: remove the YAML, --search and --json"),
-        (["plan", "--calibrate", str(YAMLS[0])], "--calibrate takes no run: remove the YAML, --search and --json"),
+        (["plan", str(YAMLS[0])], "the following arguments are required: --gpus"),
         (["check"], "the following arguments are required: yaml\n"),
     ],
 )

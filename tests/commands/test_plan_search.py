@@ -20,11 +20,6 @@ pytestmark = pytest.mark.quick
 BENCH = "yamls/bench/olmoe_1b_7b.yaml"
 
 
-@pytest.fixture(autouse=True)
-def no_constants_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
 def four(gib: float = 141, **keys: Any) -> Machine:
     return Machine(gpus=4, gpus_per_node=4, gpu_bytes=gib * GIB, **keys)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.plan.constants import CHIPS, constants_of
+from foundry_moe.commands.plan.constants import CHIPS, read_constants, shipped_constants
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run, search_meshes, why_not
 from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
@@ -28,7 +28,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
         gpu_bytes=(arguments.gpu_memory_gib or CHIPS[arguments.chip].memory_gib) * GIB,
-        constants=constants_of(arguments.chip, arguments.constants),
+        constants=read_constants(arguments.constants) if arguments.constants else shipped_constants(arguments.chip),
     )
     plan = plan_run(run, machine)
     backend = planned_backend(run, plan.shape, arguments.chip)

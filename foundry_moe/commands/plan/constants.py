@@ -1,7 +1,7 @@
 """The speed of a machine: the constants of the planner's estimates, and their file.
 
-`foundry-moe plan --calibrate` measures them. Those of H100s and H200s are shipped. This module imports neither
-torch nor numpy, because the command line's parser reads `CHIPS`.
+`benchmarks/calibrate.py` measures them. Those of H100s and H200s are shipped. This module imports neither torch nor
+numpy, because the command line's parser reads `CHIPS`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Constants:
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise UserError(f"format ({self.format}) must be {FORMAT}: measure again with foundry-moe plan --calibrate")
+            raise UserError(f"format ({self.format}) must be {FORMAT}: measure again with benchmarks/calibrate.py")
         if self.contention < 0:
             raise UserError(f"contention ({self.contention}) must be 0 or more")
         _check_positive({name: getattr(self, name) for name in ("gpus", "launch_s")})
@@ -135,11 +135,6 @@ def read_constants(path: Path) -> Constants:
     return from_mapping(Constants, values, str(path))
 
 
-def default_path(chip: str) -> Path:
-    """The file of a chip's constants that were measured on this machine."""
-    return Path.home() / ".cache" / "foundry_moe" / f"constants-{chip}.json"
-
-
 def shipped_constants(chip: str) -> Constants:
     """The constants of a chip in this package.
 
@@ -149,14 +144,7 @@ def shipped_constants(chip: str) -> Constants:
     path = Path(__file__).parent / f"constants_{chip}.json"
     if not path.is_file():
         raise UserError(
-            f"--chip ({chip}) has not been measured: run foundry-moe plan --calibrate on such a machine and give the "
-            "file with --constants"
+            f"--chip ({chip}) has not been measured: run benchmarks/calibrate.py on such a machine and give the file "
+            "with --constants"
         )
     return read_constants(path)
-
-
-def constants_of(chip: str, path: Path | None = None) -> Constants:
-    """The constants in `path`, else those that this machine measured for the chip, else the shipped ones."""
-    if path is None and not default_path(chip).is_file():
-        return shipped_constants(chip)
-    return read_constants(path or default_path(chip))

@@ -1,22 +1,18 @@
-"""`foundry-moe plan --calibrate`: its measurements on a CPU, and the file that it writes."""
+"""The constants of `foundry-moe plan`: their file, and what `benchmarks/calibrate.py` measures on a CPU."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foundry_moe.cli import main
-from foundry_moe.commands.plan.calibrate import Sizes, calibrate, chip_of, fit_link
-from foundry_moe.commands.plan.constants import constants_of, default_path, rate_at, read_constants
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.calibrate import Sizes, calibrate, fit_link
+from foundry_moe.commands.plan.constants import Constants, rate_at, read_constants, shipped_constants
+from foundry_moe.launch.processes import run_processes
 
 
 @pytest.mark.quick
@@ -36,26 +32,10 @@ def test_a_rate_lies_between_those_of_the_nearest_widths() -> None:
 
 
 @pytest.mark.quick
-def test_a_gpu_is_known_by_its_name() -> None:
-    assert [chip_of(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GB9000")] == [
-        "h200",
-        "a100",
-        "nvidia-gb9000",
-    ]
-
-
-@pytest.mark.quick
-def test_a_file_is_read_as_it_was_written_and_found_where_calibrate_writes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    shipped = constants_of("h200")
-    mine = replace(shipped, source="mine")
-    default_path("h200").parent.mkdir(parents=True)
-    default_path("h200").write_text(json.dumps(asdict(mine)))
-    assert constants_of("h200") == mine != shipped and constants_of("h100").device.startswith("NVIDIA H100")
-    with pytest.raises(ValueError, match=r"--chip \(a100\) has not been measured: run foundry-moe plan --calibrate"):
-        constants_of("a100")
+def test_a_chip_without_constants_is_one_sentence() -> None:
+    assert shipped_constants("h100").device.startswith("NVIDIA H100")
+    with pytest.raises(ValueError, match=r"--chip \(a100\) has not been measured: run benchmarks/calibrate.py"):
+        shipped_constants("a100")
 
 
 @pytest.mark.quick
@@ -78,7 +58,7 @@ def test_a_file_that_is_not_of_this_form_is_one_sentence(
     changes: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "constants.json"
-    path.write_text(json.dumps({**asdict(constants_of("h200")), **changes}))
+    path.write_text(json.dumps({**asdict(shipped_constants("h200")), **changes}))
     with pytest.raises(ValueError, match=sentence):
         read_constants(path)
 
@@ -103,49 +83,20 @@ TINY = Sizes(
 )
 
 
+def calibrate_a_cpu() -> Constants:
+    return calibrate(torch.device("cpu"), TINY)
+
+
 def test_two_processes_measure_all_but_the_network_and_plan_reads_the_file(tmp_path: Path) -> None:
-    found = calibrate(torch.device("cpu"), 2, TINY)
+    found = run_processes(calibrate_a_cpu, world_size=2)
     assert (found.device, found.gpus, found.assumed) == ("CPU", 2, ("network",))
     assert set(found.dense_flops_per_s) == {"32", "64"} and set(found.expert_flops_per_s) == {"32"}
-    assert found.all_to_all != constants_of("h200").all_to_all
+    assert found.all_to_all != shipped_constants("h200").all_to_all
     (tmp_path / "mine.json").write_text(json.dumps(asdict(found)))
     assert read_constants(tmp_path / "mine.json") == found
 
 
 def test_one_process_assumes_the_shipped_links() -> None:
-    alone = calibrate(torch.device("cpu"), 1, TINY)
+    alone = calibrate_a_cpu()
     assert set(alone.assumed) == {"network", "all_to_all", "all_gather", "reduce_scatter", "contention"}
-    assert alone.all_gather == constants_of("h200").all_gather
-
-
-@pytest.mark.quick
-def test_the_command_writes_what_it_prints(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*words: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", "--calibrate", *words])
-        return ended.value.code, *capsys.readouterr()
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, error = run()
-    assert code == 2 and "torch sees no GPU" in error
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    shipped = constants_of("h200")
-    monkeypatch.setattr("foundry_moe.commands.plan.calibrate.calibrate", lambda *_: shipped)
-    code, _, error = run("--gpus", "3")
-    assert code == 2 and "--gpus (3): this machine has 2" in error
-    code, text, error = run()
-    out = default_path("h200")
-    assert code == 0 and error == f"wrote {out}\n" and text == out.read_text() and read_constants(out) == shipped
-
-
-def test_it_needs_no_trainer() -> None:
-    code = (
-        "import sys, foundry_moe.commands.plan.calibrate, foundry_moe.ops\n"
-        "print({'omegaconf', 'composer', 'llmfoundry', 'transformers', 'yaml'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    assert alone.all_gather == shipped_constants("h200").all_gather

@@ -1,6 +1,7 @@
-"""`foundry-moe plan --calibrate`: measures this machine's constants in about a minute, prints them and writes them.
+"""Measures the constants of this machine's GPUs for `foundry-moe plan --constants FILE`, in about a minute.
 
-Imports torch and the kernels only, so that it runs on a machine without Composer.
+    python benchmarks/calibrate.py > constants.json                             # one GPU; messages are assumed
+    torchrun --nproc-per-node 8 benchmarks/calibrate.py > constants.json
 
 Every timed operation follows a copy of similar duration, as in a training step: back-to-back matrix products draw so
 much power that the chip lowers its clock. Bytes of a message are those that leave one GPU; its time is the slowest
@@ -9,10 +10,9 @@ rank's. Shapes: T tokens, D model width, F expert width, E experts, K choices, H
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import statistics
-import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
@@ -26,20 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundry_moe.commands.plan.constants import (
-    CHIPS,
-    FORMAT,
-    LINKS,
-    Constants,
-    Link,
-    default_path,
-    shipped_constants,
-)
-from foundry_moe.launch.processes import run_processes
-from foundry_moe.schema import UserError
+from foundry_moe.commands.plan.constants import FORMAT, LINKS, Constants, Link, shipped_constants
+from foundry_moe.ops import expert_mlp, plan_permute
+from foundry_moe.ops.softmax_topk import softmax_topk
 
 ROUNDS, WARM_UP = 12, 3
-LINKS_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,39 +53,18 @@ class Sizes:
     message_bytes: tuple[int, ...] = (2**20, 2**24, 2**27)
 
 
-def chip_of(name: str) -> str:
-    """The name of a GPU in `CHIPS`, such as `h200` for `NVIDIA H200`; for an unknown GPU its whole name."""
-    words = "-".join(name.lower().split())
-    return next((chip for chip in sorted(CHIPS, key=len, reverse=True) if chip in words), words)
-
-
-def calibrate(device: torch.device, gpus: int, sizes: Sizes = Sizes()) -> Constants:
-    """Measures this machine.
-
-    Args:
-        device: of the rates; on a CPU messages go through gloo.
-        gpus: number of GPUs that exchange messages; with one, the shipped constants of messages are assumed.
-    """
-    on_gpu = device.type == "cuda"
-    values: dict[str, Any] = measure_rates(device, sizes)
-    if on_gpu:
-        torch.cuda.empty_cache()  # the ranks below use this GPU too
-    if gpus > 1:
-        values |= run_processes(
-            measure_messages,
-            sizes.message_bytes,
-            world_size=gpus,
-            backend="nccl" if on_gpu else "gloo",
-            timeout_s=LINKS_TIMEOUT_S,
-            preload=("foundry_moe.commands.plan.calibrate",),
-        )
+def calibrate(device: torch.device, sizes: Sizes = Sizes()) -> Constants:
+    """Collective: measures all GPUs at once. Without a process group the shipped constants of messages are assumed."""
+    values = measure_rates(device, sizes)
+    if dist.is_initialized():
+        values |= measure_messages(sizes.message_bytes)
     shipped = shipped_constants("h200")
     assumed = tuple(name for name in (*LINKS, "contention") if name not in values)
     return Constants(
         format=FORMAT,
-        device=torch.cuda.get_device_name() if on_gpu else "CPU",
-        gpus=gpus,
-        source=f"foundry-moe plan --calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        gpus=dist.get_world_size() if dist.is_initialized() else 1,
+        source=f"benchmarks/calibrate.py, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
         assumed=assumed,
         **{name: getattr(shipped, name) for name in assumed},
         **values,
@@ -103,9 +73,6 @@ def calibrate(device: torch.device, gpus: int, sizes: Sizes = Sizes()) -> Consta
 
 def measure_rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """The constants of one GPU, by their names in `Constants`."""
-    from foundry_moe.ops import expert_mlp, plan_permute
-    from foundry_moe.ops.softmax_topk import softmax_topk
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     source = torch.empty(sizes.copied_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
@@ -253,25 +220,18 @@ def _contention(device: torch.device, whole: Tensor, part: Tensor) -> float:
     return max(together - max(alone, sent), 0.0) / min(alone, sent)
 
 
-def calibrate_command(arguments: argparse.Namespace) -> int:
-    """Measures the constants of this machine's GPUs, prints them and writes them to `default_path`."""
-    if not torch.cuda.is_available():
-        raise UserError("--calibrate: torch sees no GPU on this machine")
-    present = torch.cuda.device_count()
-    gpus = present if arguments.gpus is None else arguments.gpus
-    if not 1 <= gpus <= present:
-        raise UserError(f"--gpus ({gpus}): this machine has {present}")
-    constants = calibrate(torch.device("cuda"), gpus)
-    text = json.dumps(asdict(constants), indent=1) + "\n"
-    print(text, end="", flush=True)  # first, in case the file cannot be written
-    out = default_path(chip_of(constants.device))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written: {error.strerror or error}; write what is printed above to a file, and give it "
-            "with --constants"
-        ) from error
-    print(f"wrote {out}", file=sys.stderr)
-    return 0
+def main() -> None:
+    """Prints the constants that rank 0 has measured, as JSON."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl", device_id=device)
+    constants = calibrate(device)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(asdict(constants), indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
