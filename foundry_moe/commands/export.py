@@ -17,7 +17,7 @@ from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import Exported, certify
 from foundry_moe.commands.exported_files import Weights, beside, write_targets
-from foundry_moe.commands.source_files import DONE, copy_beside_weights
+from foundry_moe.commands.source_files import copy_licences
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
@@ -140,8 +140,8 @@ def export_to(exported: Exported, out: Path, with_logits: bool | None, file_byte
         (partial / "generation_config.json").write_text(_generation_of(exported).to_json_string())
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        sources = copy_beside_weights(exported.architecture.source, partial)
-        certificate = certify(exported, partial, with_logits=with_logits, source_files=sources)
+        left = copy_licences(exported.architecture.source, partial)
+        certificate = certify(exported, partial, with_logits=with_logits, not_copied=left)
         if not certificate["good"]:
             raise CheckpointError(
                 f"{out} is not written: the exported tensors, logits or tokenizer differ from the checkpoint: "
@@ -189,8 +189,7 @@ def _said(certificate: dict[str, Any]) -> str:
             f"logits differ by {logits['largest_difference']:.1e} of their standard deviation, over "
             f"{logits['generated']} generated tokens too"
         )
-    dropped = [name for name, done in certificate["source_files"].items() if done not in DONE]
-    left = f"; of the source folder {', '.join(dropped)} not copied (reasons in certificate.json)" * bool(dropped)
+    left = f"; of the source folder {', '.join(certificate['not_copied'])} not copied" * bool(certificate["not_copied"])
     return (
         f"step {certificate['checkpoint']['step']} as {certificate['family']}; {len(certificate['tensors'])} tensors "
         f"match the checkpoint; {compared}{left}"

@@ -34,7 +34,6 @@ from foundry_moe.schema import UserError
 _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
 FUSED_TARGETS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-GPT_OSS = "gpt_oss"
 _LAYOUT_SINCE = "0.19.0"  # of peft: earlier ones exchange A and B of fused weights, and refuse the shapes written here
 # from all factors and the layers to the tensors of a folder, by name
 Pairs = Callable[[Factors, list[int]], Iterator[tuple[str, Tensor]]]
@@ -151,7 +150,7 @@ def write_adapter(
 
 
 def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:
-    """Writes a PEFT folder's adapters in another format. GPT-OSS's: see `docs/how-to/lora.md`.
+    """Writes a PEFT folder's adapters in another format.
 
     Args:
         base: the folder of the model that is adapted, for its `config.json` and its tokenizer, if `folder` has none.
@@ -169,9 +168,9 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         raise UserError(
             f"--base ({base}) must be the folder of the model that {folder} adapts, with its config.json: {error!r}"
         ) from error
-    interleaved = kind == GPT_OSS
+    family = family_of(kind)
     tensors, settings = read_folder(folder)
-    factors = factors_of(tensors, settings, int(experts), folder, interleaved=interleaved)
+    factors = factors_of(tensors, settings, int(experts), folder)
     layers = sorted({layer for layer, _, _ in factors})
     lacking = [
         (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
@@ -179,13 +178,10 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
     if lacking:
         raise UserError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
     pairs: Pairs | None = None
-    if form != "peft" and interleaved:
-        pairs = _stacked
-    elif form != "peft":
-        family = family_of(kind)
+    if form != "peft":
         parts = family.parts(family.read(AutoConfig.for_model(**config)))
         pairs = partial(_per_expert, family, [part for part in parts if part.expert is not None])
-    _write(factors, out, scale_of(settings), dtype, base=base, pairs=pairs, interleaved=interleaved)
+    _write(factors, out, scale_of(settings), dtype, base=base, pairs=pairs)
     copy_tokenizer(folder if (folder / "tokenizer_config.json").is_file() else Path(base or ""), out)
     return f"adapters of {len(layers)} layers of {kind} in the format {form}"
 
@@ -198,12 +194,11 @@ def _write(
     *,
     base: str | None,
     pairs: Pairs | None,
-    interleaved: bool = False,
 ) -> None:
     """Writes the folder: the tensors of `pairs`, or peft's fused ones. A local `base` is recorded as absolute path."""
     layers = sorted({layer for layer, _, _ in factors})
     experts, _, rank = next(iter(factors.values())).shape
-    written = dict(_fused(factors, layers, interleaved=interleaved) if pairs is None else pairs(factors, layers))
+    written = dict((pairs or _fused)(factors, layers))
     if pairs is None:
         rank = next(tensor.shape[0] for name, tensor in written.items() if ".lora_A." in name) // experts
         targets = FUSED_TARGETS
@@ -238,7 +233,7 @@ def _per_expert(
             yield f"{name}.lora_B.weight", factors[layer, matrix, "B"][part.expert]
 
 
-def _fused(factors: Factors, layers: list[int], *, interleaved: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _fused(factors: Factors, layers: list[int]) -> Iterator[tuple[str, Tensor]]:
     """A pair for `gate_up_proj` and one for `down_proj`: A [E M, K] and B [N, M E], whose columns are by rank first.
 
     M = L if gate and up share one A, as in a folder that peft wrote, else 2 L; all matrices have the same M.
@@ -252,21 +247,9 @@ def _fused(factors: Factors, layers: list[int], *, interleaved: bool = False) ->
             left, right = (0, b1.shape[2]), (b1.shape[2], 0)  # zeros after the columns of a factor, or before them
             wide_a, halves = torch.cat([a1, a3], dim=2), (pad(b1, left), pad(b3, right))
             a2, b2 = pad(a2, left), pad(b2, left)
-        wide_b = torch.stack(halves, dim=2).flatten(1, 2) if interleaved else torch.cat(halves, dim=1)
+        wide_b = torch.cat(halves, dim=1)
         # the second target wraps the first, so the names of the first contain `base_layer`
         for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", a2, b2)):
             name = f"{_FUSED.format(layer=layer)}{place}"
             yield f"{name}lora_A.weight", a_EKM.mT.flatten(0, 1)
             yield f"{name}lora_B.weight", b_ENM.permute(1, 2, 0).flatten(1)
-
-
-def _stacked(factors: Factors, layers: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """SGLang's GPT-OSS: A [E, M, K] and B [E, N, M] by expert, gate above up, which share an A."""
-    for layer in layers:
-        a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
-        if not torch.equal(a1, a3):
-            raise UserError(f"gate and up of layer {layer} have factors A of their own, and SGLang's format has one")
-        for matrix, a_EKM, b_ENM in (("gate_up_proj", a1, torch.cat([b1, b3], dim=1)), ("down_proj", a2, b2)):
-            name = f"{_FUSED.format(layer=layer)}{matrix}."
-            yield f"{name}lora_A.weight", a_EKM.mT
-            yield f"{name}lora_B.weight", b_ENM

@@ -62,7 +62,7 @@ def certify(
     folder: Path,
     *,
     with_logits: bool | None = None,
-    source_files: Mapping[str, str] | None = None,
+    not_copied: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compares a folder with the checkpoint, and writes the certificate to the folder.
 
@@ -70,7 +70,7 @@ def certify(
 
     Args:
         with_logits: None = where the model in fp32 fits into this machine's free memory.
-        source_files: for the certificate, the treatment of each file of the source folder.
+        not_copied: for the certificate, files of the source folder that the export does not have.
 
     Returns:
         The contents of `certificate.json`. `good`: no `problems`. `tensors`: for each tensor of the folder the
@@ -102,7 +102,7 @@ def certify(
         "experts": {"layers": len(blocks.layers), "each": blocks.num_experts},
         "logits": logits,
         "tokenizer": tokenizer,
-        "source_files": dict(source_files or {}),
+        "not_copied": list(not_copied),
         "problems": problems,
         "tensors": hashes,
     }

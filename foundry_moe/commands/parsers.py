@@ -218,7 +218,7 @@ def add_export_parser(subparsers: Any) -> None:
         choices=("peft", "per-expert"),
         default="peft",
         help="format of --adapter: peft (default), fused tensors for transformers 5, or per-expert, one pair for each "
-        "expert's matrix, for vLLM and SGLang; for GPT-OSS, peft is for vLLM and per-expert for SGLang",
+        "expert's matrix, for vLLM and SGLang",
     )
     parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)

@@ -31,7 +31,6 @@ from foundry_moe.schema import UserError
 _MATRICES = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2", "w1": "w1", "w3": "v1", "w2": "w2"}
 _PAIR = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight$")
 _FUSED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(base_layer\.)?lora_([AB])\.weight$")
-_STACKED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(gate_up|down)_proj\.lora_([AB])\.weight$")
 
 # (layer, matrix, "A" or "B") -> A [E, K, M] or B [E, N, M]
 Factors = dict[tuple[int, str, str], Tensor]
@@ -156,46 +155,36 @@ def scale_of(config: Mapping[str, Any]) -> float:
     return lora.scale
 
 
-def factors_of(
-    tensors: dict[str, Tensor], config: Mapping[str, Any], experts: int, folder: Path, *, interleaved: bool = False
-) -> Factors:
+def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: int, folder: Path) -> Factors:
     """Reads factors of all formats. A tensor that belongs to no expert is an error, since the run would not train it.
 
     Args:
         config: of the folder.
-        interleaved: a GPT-OSS, whose weights are stored [E, K, N] with alternating rows of gate and up.
     """
     rank = int(config["r"])
     # before 0.19 peft took all fused weights for [E, K, N]: its A had the outputs of [E, N, K], its B the inputs
     written_by = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
-    exchanged = written_by is not None and (int(written_by[1]), int(written_by[2])) < (0, 19) and not interleaved
+    exchanged = written_by is not None and (int(written_by[1]), int(written_by[2])) < (0, 19)
     pairs: dict[tuple[int, str, str], dict[int, Tensor]] = defaultdict(dict)
     factors: Factors = {}
     for name, tensor in tensors.items():
-        pair, fused, stacked = _PAIR.search(name), _FUSED.search(name), _STACKED.search(name)
+        pair, fused = _PAIR.search(name), _FUSED.search(name)
         if pair and pair[3] in _MATRICES:
             pairs[int(pair[1]), _MATRICES[pair[3]], pair[4]][int(pair[2])] = tensor.mT if pair[4] == "A" else tensor
             continue
-        if fused and tensor.dim() == 2:
-            layer, wide, factor = int(fused[1]), fused[2] is not None, fused[3]
-            if tensor.shape[0 if factor == "A" else 1] != rank * experts:
-                raise UserError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
-            # A: expert e in rows e * M and on; B: in columns e, e + E, ...
-            by_expert = tensor.view(experts, rank, -1) if factor == "A" else tensor.view(-1, rank, experts)
-            whole = by_expert.mT if factor == "A" else by_expert.permute(2, 0, 1)
-            if exchanged:
-                factor = "B" if factor == "A" else "A"
-        elif stacked and tensor.dim() == 3:
-            layer, wide, factor = int(stacked[1]), stacked[2] == "gate_up", stacked[3]
-            whole = tensor.mT if factor == "A" else tensor
-        else:
+        if fused is None or tensor.dim() != 2:
             raise UserError(f"lora.start: {name} of {folder} is not an adapter of experts")
+        layer, wide, factor = int(fused[1]), fused[2] is not None, fused[3]
+        if tensor.shape[0 if factor == "A" else 1] != rank * experts:
+            raise UserError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
+        # A: expert e in rows e * M and on; B: in columns e, e + E, ...
+        by_expert = tensor.view(experts, rank, -1) if factor == "A" else tensor.view(-1, rank, experts)
+        whole = by_expert.mT if factor == "A" else by_expert.permute(2, 0, 1)
+        if exchanged:
+            factor = "B" if factor == "A" else "A"
         matrices = ("w1", "v1") if wide else ("w2",)
-        halves = whole.chunk(len(matrices), dim=1)  # gate above up
-        if factor == "A":
-            halves = (whole,) * len(matrices)  # gate and up share it
-        elif wide and fused and interleaved:
-            halves = (whole[:, 0::2], whole[:, 1::2])
+        # gate and up share an A; in B gate is above up
+        halves = (whole,) * len(matrices) if factor == "A" else whole.chunk(len(matrices), dim=1)
         factors |= {(layer, matrix, factor): half for matrix, half in zip(matrices, halves, strict=True)}
     for key, found in pairs.items():
         if sorted(found) != list(range(experts)):

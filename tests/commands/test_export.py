@@ -405,7 +405,7 @@ def test_settings_of_generation_leave_as_they_came_with_the_cache(tmp_path: Path
         assert {key: found.get(key) for key in settings} == settings and found.get("use_cache", True)
     assert (out / "LICENSE.txt").read_text() == "LICENSE.txt" and not (out / "modeling.py").exists()
     written = json.loads((out / "certificate.json").read_text())
-    assert written["source_files"]["README.md"] == "dropped: it describes the source model"
+    assert written["not_copied"] == ["README.md", "modeling.py", "scores.csv"]
     assert written["logits"]["generated"] == 32
 
 
