@@ -1,65 +1,54 @@
 """Reads the JSON lines of `callbacks.expert_load.file` as a bounded number of points in time.
 
-The file is not trusted: a bad line is an error in one sentence. Shapes: N points in time, L layers, E experts.
+Shapes: N points in time, L layers, E experts.
 """
 
 from __future__ import annotations
 
 import json
-import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foundry_moe.schema import UserError
 
-POINTS = 120  # columns of a heat map over time
+POINTS = 120  # columns of a heat map over time, at most
 EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) experts process all tokens
-MOST_LINE_BYTES = 32 * 2**20
 _MOST_CELLS = 2**20  # counts on the page, of 5 bytes each; many layers and experts give fewer points
 _LOSS = "loss/train/total"
-_MOST_COUNT = 2**50  # sums of a thousand such counts are exact in fp64
-_FORM = 'this is not {"batch": 1, "loads": {"0": [2, 3]}, "metrics": {"x": 0.5}}, with as many counts in each layer'
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadLine:
-    """One line. loads_LE: choices per expert up to `batch`. metrics: the finite ones."""
+class LoadPoint(NamedTuple):
+    """Lines of the file, merged. end: the last batch. loads_LE: their sum. loss: the last one, or NaN."""
 
-    batch: int
-    layers: tuple[int, ...]
+    end: int
     loads_LE: NDArray[np.float64]
-    metrics: dict[str, float]
+    loss: float
 
-    def dropped_L(self) -> NDArray[np.float64]:
-        """Shares of dropped choices; NaN for layers without a capacity."""
-        return np.array([self.metrics.get(f"dmoe/layer{layer}/dropped", np.nan) for layer in self.layers])
+    def merged(self, later: LoadPoint) -> LoadPoint:
+        return later._replace(loads_LE=self.loads_LE + later.loads_LE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadHistory:
-    """Each point merges `lines_a_point` lines; the last point may merge fewer.
+    """Each point merges `lines_a_point` of `lines` lines; the last point may merge fewer. last_LE: of the last line."""
 
-    lines: number of lines in the file.
-    ends: the last batch of each point.
-    loads_NLE: choices per expert, summed over the lines of a point.
-    dropped_L: shares of dropped choices, means over all lines; NaN for layers without a capacity.
-    loss_N: the training loss of the last line of each point; NaN if the file has none.
-    last: the last line.
-    """
-
+    layers: tuple[int, ...]
     lines: int
     lines_a_point: int
-    ends: list[int]
-    loads_NLE: NDArray[np.float64]
-    dropped_L: NDArray[np.float64]
-    loss_N: NDArray[np.float64]
-    last: LoadLine
+    points: list[LoadPoint]
+    last_LE: NDArray[np.float64]
+
+    @property
+    def ends(self) -> list[int]:
+        return [point.end for point in self.points]
+
+    @property
+    def loads_NLE(self) -> NDArray[np.float64]:
+        return np.stack([point.loads_LE for point in self.points])
 
 
 def over_mean(loads: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -81,77 +70,47 @@ def read_history(path: Path) -> LoadHistory:
     Raises:
         ValueError: the file cannot be read, has no line, or has a bad line, whose number is named.
     """
+    points: list[LoadPoint] = []
+    layers: tuple[int, ...] = ()
+    last_LE = np.zeros((0, 0))
+    number, each, most = 0, 1, POINTS
     try:
         with path.open("rb") as file:
-            number = sum(1 for _ in _raw_lines(file))
-            file.seek(0)
-            return _merge(path, number, _parsed_lines(path, file))
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break
+                number += 1
+                line, found = _parse(raw, f"{path} line {number}")
+                if points and (found != layers or line.loads_LE.shape != last_LE.shape or line.end <= points[-1].end):
+                    raise UserError(f"{path} line {number}: it is of another run than the line before")
+                layers, last_LE = found, line.loads_LE
+                most = max(8, min(POINTS, _MOST_CELLS // last_LE.size)) // 2 * 2
+                if points and (number - 1) % each:
+                    points[-1] = points[-1].merged(line)
+                elif len(points) < most:
+                    points.append(line)
+                else:
+                    points = [*map(LoadPoint.merged, points[::2], points[1::2]), line]
+                    each *= 2
     except OSError as error:
         raise UserError(
             f"{str(path)[-200:]} cannot be read: {error.strerror}; give the file of callbacks.expert_load.file"
         ) from error
-
-
-def _merge(path: Path, number: int, lines: Iterator[LoadLine]) -> LoadHistory:
-    first = next(lines, None)
-    if first is None:
+    if not points:
         raise UserError(f"{path} has no line yet: the run writes one each callbacks.expert_load.interval")
-    lines_a_point = -(-number // max(8, min(POINTS, _MOST_CELLS // first.loads_LE.size)))
-    ends, loads, dropped, losses = [], [], [], []
-    point = [first, *islice(lines, lines_a_point - 1)]
-    while point:
-        last = point[-1]
-        ends.append(last.batch)
-        losses.append(last.metrics.get(_LOSS, np.nan))
-        loads.append(np.sum([line.loads_LE for line in point], axis=0))
-        dropped += [line.dropped_L() for line in point]
-        point = list(islice(lines, lines_a_point))
-    return LoadHistory(
-        lines=len(dropped),
-        lines_a_point=lines_a_point,
-        ends=ends,
-        loads_NLE=np.stack(loads),
-        dropped_L=np.mean(dropped, axis=0),
-        loss_N=np.array(losses),
-        last=last,
-    )
+    return LoadHistory(layers=layers, lines=number, lines_a_point=each, points=points, last_LE=last_LE)
 
 
-def _raw_lines(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.readline(MOST_LINE_BYTES), b"")
-
-
-def _parsed_lines(path: Path, file: BinaryIO) -> Iterator[LoadLine]:
-    before: LoadLine | None = None
-    for number, raw in enumerate(_raw_lines(file), 1):
-        if raw.startswith(b"{") and not raw.endswith(b"\n") and len(raw) < MOST_LINE_BYTES:
-            return
-        try:
-            line = _parse_line(raw)
-            if before is not None and line.batch <= before.batch:
-                raise UserError(f"batch {line.batch} comes after batch {before.batch}")
-            if before is not None and (line.layers, line.loads_LE.shape) != (before.layers, before.loads_LE.shape):
-                raise UserError("its layers or experts differ from those of the line before: it is of another model")
-        except UserError as error:
-            raise UserError(f"{path} line {number}: {error}") from error
-        yield line
-        before = line
-
-
-def _parse_line(raw: bytes) -> LoadLine:
+def _parse(raw: bytes, where: str) -> tuple[LoadPoint, tuple[int, ...]]:
+    """A line and its layers."""
     try:
         value = json.loads(raw)
-        loads, metrics = value["loads"], value.get("metrics", {}).items()
-        line = LoadLine(
-            batch=operator.index(value["batch"]),
-            layers=tuple(map(int, loads)),
-            loads_LE=np.array(list(loads.values()), dtype=np.float64),
-            metrics={name: float(number) for name, number in metrics if number is not None},
-        )
+        loads_LE = np.array(list(value["loads"].values()), dtype=np.float64)
+        loss = value.get("metrics", {}).get(_LOSS)
+        point = LoadPoint(int(value["batch"]), loads_LE, np.nan if loss is None else float(loss))
+        layers = tuple(map(int, value["loads"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError(_FORM) from error
-    counts_LE = line.loads_LE
-    valid = counts_LE.ndim == 2 and counts_LE.size and bool(((counts_LE >= 0) & (counts_LE <= _MOST_COUNT)).all())
-    if not valid or line.batch < 0 or len(set(line.layers)) < len(line.layers):
-        raise UserError(_FORM)
-    return line
+        raise UserError(f"{where} is not one that callbacks.expert_load writes") from error
+    if loads_LE.ndim != 2 or not loads_LE.size or not (loads_LE >= 0).all():
+        raise UserError(f"{where} is not one that callbacks.expert_load writes")
+    return point, layers

@@ -64,25 +64,23 @@ def loads_command(arguments: argparse.Namespace) -> int:
 
 def render(history: LoadHistory, *, title: str) -> str:
     """The page as text."""
-    layers, experts = history.last.layers, history.loads_NLE.shape[-1]
-    relative_NLE = over_mean(history.loads_NLE)
+    layers, loads_NLE, ends = history.layers, history.loads_NLE, history.ends
+    experts, relative_NLE = loads_NLE.shape[-1], over_mean(loads_NLE)
     shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MAPS_OVER_TIME)).round().astype(int))
-    over_time: list[Any] = [
-        _over_time(relative_NLE[:, index].T, f"layer {layers[index]}", history.ends) for index in shown
-    ]
+    over_time: list[Any] = [_over_time(relative_NLE[:, index].T, f"layer {layers[index]}", ends) for index in shown]
     some = f" ({len(shown)} of {len(layers)} layers)" if len(shown) < len(layers) else ""
     sections = {
         "Imbalance and loss": _curves(history, relative_NLE),
         "Load of each expert, over its layer's mean": column(
-            _of_layers(over_mean(history.loads_NLE.sum(0)), layers, "whole run"),
-            _of_layers(relative_NLE[-1], layers, f"last point, up to batch {history.ends[-1]}"),
+            _of_layers(over_mean(loads_NLE.sum(0)), layers, "whole run"),
+            _of_layers(relative_NLE[-1], layers, f"last point, up to batch {ends[-1]}"),
         ),
         f"Load of each expert over time{some}": gridplot(over_time, ncols=4, toolbar_location=None),
     }
     script, parts = components(list(sections.values()))
     merged = f"; each point is the sum of {history.lines_a_point} lines" if history.lines_a_point > 1 else ""
     facts = (
-        f"Up to batch {history.ends[-1]}: {len(layers)} layers of {experts} experts, {history.lines} lines{merged}. "
+        f"Up to batch {ends[-1]}: {len(layers)} layers of {experts} experts, {history.lines} lines{merged}. "
         "Point at a curve or a cell for its values."
     )
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
@@ -112,10 +110,9 @@ def _meaning(experts: int) -> str:
 
 
 def _verdict(history: LoadHistory) -> str:
-    """Choices dropped in the run, and the layers that have collapsed or have unused experts in the last line."""
-    layers = history.last.layers
+    """The layers that have collapsed or have unused experts in the last line."""
     problems = []
-    for layer, loads_E in zip(layers, history.last.loads_LE, strict=True):
+    for layer, loads_E in zip(history.layers, history.last_LE, strict=True):
         entropy, unused = entropy_of(loads_E), int((loads_E == 0).sum())
         if entropy < EVEN_ENOUGH:
             problems.append(f"Layer {layer} collapses onto few experts: the entropy of its loads is {entropy:.2f}.")
@@ -123,30 +120,21 @@ def _verdict(history: LoadHistory) -> str:
             problems.append(f"Layer {layer}: experts without a token: {unused}.")
     if len(problems) > _LISTED:
         problems[_LISTED:] = [f"{len(problems) - _LISTED} more layers like these."]
-    limited = not np.isnan(history.dropped_L).all()
-    run_L, last_L = np.nan_to_num(history.dropped_L), np.nan_to_num(history.last.dropped_L())
-    if run_L.any():
-        worst = int(last_L.argmax())
-        problems.insert(
-            0,
-            f"Dropped choices: {run_L.mean():.1%} over the run, {last_L.mean():.1%} in the last line "
-            f"(layer {layers[worst]}: {last_L[worst]:.1%}).",
-        )
     if problems:
         return f'<ul class="bad">{"".join(f"<li>{escape(problem)}</li>" for problem in problems)}</ul>'
-    none = ", and no choice was dropped in the run" if limited else ""
-    return f'<p class="good">In the last line every expert had tokens{none}.</p>'
+    return '<p class="good">In the last line every expert had tokens.</p>'
 
 
 def _curves(history: LoadHistory, relative_NLE: NDArray[np.float64]) -> figure:
     """The worst and the mean MaxVio of the layers, and the training loss if the file has it, over batches."""
     violation_NL = relative_NLE.max(-1) - 1
+    losses = [point.loss for point in history.points]
     data = {
         "batch": history.ends,
         "worst": violation_NL.max(1),
         "mean": violation_NL.mean(1),
-        "layer": [history.last.layers[index] for index in violation_NL.argmax(1)],
-        "loss": history.loss_N,
+        "layer": [history.layers[index] for index in violation_NL.argmax(1)],
+        "loss": losses,
     }
     violation, loss = DataRange1d(start=0), DataRange1d()
     plot = figure(
@@ -164,7 +152,7 @@ def _curves(history: LoadHistory, relative_NLE: NDArray[np.float64]) -> figure:
         for name, (label, color) in named.items()
     ]
     violation.renderers = lines
-    if not np.isnan(history.loss_N).all():
+    if not np.isnan(losses).all():
         plot.extra_y_ranges = {"loss": loss}
         plot.add_layout(LinearAxis(y_range_name="loss", axis_label="loss"), "right")
         style: dict[str, Any] = {"legend_label": "loss", "color": "#2f6db3", "line_width": 2}

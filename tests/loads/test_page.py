@@ -75,13 +75,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_text_of_the_run_is_escaped(
 
 
 @pytest.mark.quick
-def test_the_verdict_counts_dropped_choices_and_needs_no_metric_for_loads(tmp_path):
-    known = {"dmoe/layer2/dropped": 0.3}
-    text = make_page(tmp_path, "x", lambda n: {**known, "dmoe/layer5/dropped": n / 10}, collapses=False).read_text()
-    assert "Dropped choices: 32.5% over the run, 45.0% in the last line (layer 5: 60.0%)." in text
-    assert "every expert had tokens" not in text
-    text = make_page(tmp_path, metrics=lambda n: {"dmoe/layer2/dropped": 0.0}, collapses=False).read_text()
-    assert "In the last line every expert had tokens, and no choice was dropped in the run." in text
+def test_the_verdict_is_of_the_last_line(tmp_path):
     assert "In the last line every expert had tokens.<" in make_page(tmp_path, collapses=False).read_text()
     assert "Layer 5 collapses" in make_page(tmp_path).read_text()
 
