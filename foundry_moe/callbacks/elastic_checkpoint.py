@@ -191,8 +191,7 @@ class ElasticCheckpoint(Callback):
         self._fitting = True
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        if self.config.reseed:
-            reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())
+        reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """All ranks reach the same decision on training this batch."""

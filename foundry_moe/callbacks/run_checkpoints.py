@@ -79,7 +79,6 @@ class RunCheckpoints:
                 keep_every=config.keep_every_batches,
                 max_failures=config.max_failures,
                 asynchronous=config.asynchronous,
-                stale_s=config.stale_s,
             ),
             info={
                 "mesh": describe_mesh(state.model),

@@ -57,9 +57,6 @@ class CheckpointConfig:
         max_failures: training stops after this many failed saves in a row.
         save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads
             them from that source and refuses other weights.
-        reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
-            uninterrupted one would have drawn.
-        stale_after: age at which unfinished attempts of dead runs are removed.
         endpoint_url: address of a store other than the cloud provider's own.
         region: of S3, as boto3 takes it; null follows AWS_* variables and profiles.
         profile: as region.
@@ -85,8 +82,6 @@ class CheckpointConfig:
     asynchronous: bool = True
     max_failures: int = 3
     save_frozen: bool = True
-    reseed: bool = True
-    stale_after: str = field(default="6h", metadata=form("a time such as 6h"))
     endpoint_url: str | None = field(default=None, repr=False)  # may hold a password
     region: str | None = None
     profile: str | None = None
@@ -113,7 +108,7 @@ class CheckpointConfig:
             if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
                 yield f"{name} ({getattr(self, name)}) applies to s3:// only, and folder is {self.folder}"
         yield from caught(parse_interval, self.interval, "interval")
-        for name in ("timeout", "stale_after", "grace"):
+        for name in ("timeout", "grace"):
             yield from caught(parse_interval, getattr(self, name), name, "sec")
         if self.keep_every is not None:
             yield from caught(parse_interval, self.keep_every, "keep_every", "ba")
@@ -143,10 +138,6 @@ class CheckpointConfig:
     @property
     def grace_s(self) -> float:
         return parse_interval(self.grace, "grace").amount
-
-    @property
-    def stale_s(self) -> float:
-        return parse_interval(self.stale_after, "stale_after").amount
 
     @property
     def store_options(self) -> StoreOptions:

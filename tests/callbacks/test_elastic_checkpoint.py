@@ -82,9 +82,6 @@ def test_random_numbers_of_a_batch_are_its_own() -> None:
         made.after_dataloader(state(batch), LOGGER)
         seen.append(draws())
     assert seen[0] == seen[2] and not set(seen[0]) & set(seen[1])
-    unseeded = callback(Watch(), Checkpoints(), reseed=False)
-    unseeded.after_dataloader(state(1), LOGGER)
-    assert draws() != seen[0]
 
 
 def test_an_end_that_could_not_be_saved_is_saved_again_and_none_that_is_not_finite() -> None:
