@@ -1,6 +1,6 @@
 """One function for the experts of a layer, whichever backend computes them.
 
-Shapes: T tokens, K choices, D model width, F expert width, E experts, H widths of all experts added up, P columns more.
+Shapes: T tokens, K choices, D model width, F expert width, E experts, H widths of all experts added up.
 """
 
 from __future__ import annotations
@@ -229,14 +229,14 @@ def _padded(
 
 
 def _with_ones(x_TD: Tensor) -> Tensor:
-    """[T, D + P]: a one, then zeros."""
+    """[T, D + ALIGN]: a one, then zeros."""
     columns = x_TD.new_zeros(x_TD.shape[0], ALIGN)
     columns[:, 0] = 1
     return torch.cat([x_TD, columns], dim=1)
 
 
 def _with_biases(weights: tuple[Tensor, Tensor | None, Tensor], biases: Biases) -> tuple[Tensor, Tensor | None, Tensor]:
-    """w1, v1 [E, F, D + P], whose biases meet the ones, and w2 [E, D + P, F], so that outputs are as wide as inputs."""
+    """w1, v1 [E, F, D + ALIGN], whose biases meet the ones, and w2 [E, D + ALIGN, F]: outputs are as wide as inputs."""
     w1_EFD, v1_EFD, w2_EDF = weights
 
     def with_column(weight_EFD: Tensor, bias_EF: Tensor) -> Tensor:
