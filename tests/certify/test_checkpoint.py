@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from foundry_moe import Writer
 from foundry_moe.certify import (
     Recorder,
+    checkpoint,
     compare,
     compare_checkpoint,
     read_record,
     stored_by_dcp,
     stored_in_safetensors,
 )
-from foundry_moe.certify.checkpoint import _faults_of
+from foundry_moe.certify.checkpoint import StoredTensors, _faults_of, _keys_of, _sketches
 from foundry_moe.cli import main
 
 pytestmark = pytest.mark.quick
@@ -230,3 +232,41 @@ def test_a_wrong_step_or_other_names_are_one_sentence(
     (tmp_path / "model.safetensors").unlink()
     code, said = certify(capsys, record, "--checkpoint", tmp_path)
     assert code != 0 and "error:" in said and "Traceback" not in said
+
+
+def stored(tensors: Mapping[str, Tensor]) -> StoredTensors:
+    return StoredTensors(
+        name="checkpoint",
+        shapes={key: tuple(tensor.shape) for key, tensor in tensors.items()},
+        dtypes={key: tensor.dtype for key, tensor in tensors.items()},
+        read=lambda keys: {key: tensors[key] for key in keys},
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "prefix"),
+    [
+        (["w", "out.bias"], ""),
+        (["model.w", "model.out.bias"], "model."),
+        (["model.w", "model.out.bias", "ema.w"], "model."),  # what most parameters have
+        (["longer.ema.w", "longer.ema.out.bias", "z.w", "z.out.bias"], "z."),  # the shortest of equal ones
+        (["b.w", "b.out.bias", "a.w", "a.out.bias"], "a."),
+        (["new", "layout.bias"], None),  # names that end with those of parameters
+    ],
+)
+def test_a_prefix_ends_with_a_dot_and_is_that_of_most_parameters(keys: list[str], prefix: str | None) -> None:
+    like: Any = SimpleNamespace(shapes={"w": (1,), "out.bias": (1,)})
+    for ending in ("", ".exp_avg"):
+        found = _keys_of(stored({key + ending: torch.zeros(1) for key in keys}), like, ending)
+        assert found == ({} if prefix is None else {name: prefix + name + ending for name in like.shapes})
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 2**30])
+@pytest.mark.parametrize("other", ["a", "b", "c"])
+def test_a_tensor_of_another_shape_leaves_no_other_one_out(other: str, at_once: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checkpoint, "_READ_BYTES", at_once)
+    tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc", 1)}
+    like: Any = SimpleNamespace(shapes={name: (4,) for name in "abc"}, projections=1)
+    rows = _sketches(stored(tensors | {other: torch.zeros(5)}), like, {name: name for name in "abc"}).rows
+    squares = {name: None if found is None else found[0][0] for name, found in rows.items()}
+    assert squares == {"a": 4.0, "b": 16.0, "c": 36.0} | {other: None}

@@ -1,0 +1,117 @@
+"""What a step leaves in a record, on one process; other ranks' parts are made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foundry_moe.certify import Recorder, read_record
+from foundry_moe.certify.record import NONE, NUMBERS, Held, RecordWriter
+from foundry_moe.schema import UserError
+
+pytestmark = pytest.mark.quick
+
+
+def model() -> torch.nn.Linear:
+    made = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        made.weight.copy_(torch.arange(6.0).view(2, 3))
+    return made
+
+
+def norm_of(rows: Any) -> float:
+    return float(sum(row[0] for row in rows)) ** 0.5
+
+
+def test_a_record_begins_with_the_first_step_and_has_each_multiple(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for recorded, number in ((False, 3), (True, 5)):
+        if recorded:  # a resume: the optimizer's states say how many steps were done
+            Recorder(net, optimizer, tmp_path, every=3)
+        for _ in range(number):
+            net(torch.ones(3)).sum().backward()
+            optimizer.step()
+    found = read_record(tmp_path)
+    assert found.begin.number == 3 and [step.number for step in found.steps] == [4, 6]
+    assert {"weight", "gradient", "state exp_avg", "state exp_avg_sq"} == found.steps[1].kinds.keys()
+
+
+def test_losses_microbatches_and_tokens_are_those_of_each_step(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    recorder = Recorder(net, optimizer, tmp_path)
+    ids = torch.arange(12).view(4, 3)
+    batches = [[ids[:2], ids[2:]], [ids], [ids.flip(0)[:3], ids[:1]], [ids[:2]], [ids.t().reshape(4, 3)]]
+    for number, microbatches in enumerate(batches):
+        optimizer.zero_grad()
+        for part in microbatches:
+            net(torch.ones(3)).sum().backward()
+            recorder.batch(torch.tensor(float(number + len(part))), part)
+        optimizer.step()
+    steps = read_record(tmp_path).steps
+    assert [step.microbatches for step in steps] == [2, 1, 2, 1, 1]
+    assert [step.tokens for step in steps] == [12, 12, 12, 6, 12]
+    assert [step.mean_loss for step in steps] == [2.0, 5.0, 4.0, 5.0, 8.0]
+    whole, *others = (step.batch for step in steps)
+    assert others[:2] == [whole, whole], "the same sequences in another order and division"
+    assert len({whole, *others[2:]}) == 3
+    assert [norm_of(step.kinds["unclipped"].rows["weight"]) for step in steps[:2]] == pytest.approx([24**0.5, 6**0.5])
+
+
+def test_gradients_of_a_closure_are_those_of_its_first_call(tmp_path: Path) -> None:
+    for way in ("positional", "by name"):
+        net, calls = model(), []
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+        Recorder(net, optimizer, tmp_path / way)
+
+        def closure(net=net, calls=calls, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.ones(3)).square().sum()
+            loss.backward()
+            calls.append(net.weight.grad.norm().item())
+            return loss
+
+        optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+        (step,) = read_record(tmp_path / way).steps
+        assert len(calls) > 1 and norm_of(step.kinds["gradient"].rows["weight"]) == pytest.approx(calls[0])
+
+
+def held(begin: int, size: int, shape: int = 4) -> dict[str, Held]:
+    return {"w": Held([shape], [begin], [size], "float32")}
+
+
+def test_shards_are_added_and_replicas_compared(tmp_path: Path) -> None:
+    """Ranks 0, 2 and 3 have the first half, 1 the other. The largest difference counts, whichever rank has it."""
+    writer = RecordWriter(tmp_path, [held(0, 2), held(2, 2), held(0, 2), held(0, 2)], 1)
+
+    def rank(*row: float, loss: float = 0.0, microbatches: int = 0, tokens: int = 0, batch: int = 0) -> torch.Tensor:
+        numbers = torch.tensor([*row, loss, microbatches, tokens, batch], dtype=torch.float64)
+        assert len(numbers) == 2 + NUMBERS
+        return numbers
+
+    first = rank(4.0, 1.0, loss=6.0, microbatches=2, tokens=5, batch=2**52 - 1)
+    others = [rank(9.0, -3.0, loss=1.0, microbatches=1, tokens=7, batch=3), rank(4.0, 1.5), rank(4.0, 1.25)]
+    writer.append_step({"begin": 0}, ["weight"], [first, *others])
+    writer.append_step({"step": 1}, ["weight"], [first, *others])
+    gone = rank(NONE, NONE)
+    writer.append_step({"step": 2}, ["gradient"], [first, gone, first, gone])
+    writer.append_step({"step": 3}, ["gradient"], [gone] * 4)
+    _, step, missing, none = (found := read_record(tmp_path)).begin, *found.steps
+    assert step.kinds["weight"].rows == {"w": [[13.0, -2.0]]} and step.kinds["weight"].apart == {"w": 0.25}
+    assert (step.loss, step.microbatches, step.tokens, step.batch) == ((3.0, 1.0), 2, 12, 2)
+    gradient = missing.kinds["gradient"]
+    assert gradient.rows == {"w": [[4.0, 1.0]]} and gradient.apart == {"w": float("inf")}
+    assert none.kinds["gradient"].rows == {"w": None} and none.kinds["gradient"].apart == {}
+
+
+@pytest.mark.parametrize("boxes", [[(0, 2), (0, 2)], [(0, 2), (2, 1)], [(0, 4), (2, 2)]])
+def test_boxes_that_are_less_or_more_than_the_whole_are_refused(boxes: list[tuple[int, int]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"w has 4 elements, and ranks hold \d in different boxes"):
+        RecordWriter(tmp_path / "record", [held(*box) for box in boxes], 1)
+    assert not (tmp_path / "record").exists()
+    with pytest.raises(UserError, match=r"w has shapes \[4\] and \[5\] on two ranks"):
+        RecordWriter(tmp_path / "record", [held(0, 4), held(0, 5, shape=5)], 1)
