@@ -290,8 +290,6 @@ def restore(state: State, loaded: dict[str, Any], logger: Logger, *, keep_settin
                 # objects that the checkpoint lacks keep their initial state, without Composer's warning
                 known = kind in there and not isinstance(item, ProgressBarLogger)  # which formats text with its state
                 rest[name][kind] = _handed_on(item, own, there[kind] if known else own)
-                if name == "schedulers":
-                    rest[name][kind] = {**own, **rest[name][kind]}
         state.load_state_dict(rest, logger)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DamagedError(f"the state of a callback, algorithm or scheduler cannot be loaded: {error!r}") from error

@@ -157,6 +157,30 @@ def test_weights_come_from_a_commit_only_where_it_has_all_of_them(
     assert callback(Watch(), Checkpoints(), **keys).has_commits() is expected
 
 
+@pytest.mark.parametrize(
+    ("resumes", "save_frozen", "weights_only", "expected"),
+    [
+        (False, True, False, [False]),
+        (False, True, True, [True]),
+        (True, True, False, []),  # the run's own commit has all that it needs
+        (True, False, False, [True]),  # only frozen weights are missing in it
+        (False, False, False, [False]),
+    ],
+)
+def test_a_resumed_run_takes_no_progress_from_the_folder_that_it_started_from(
+    resumes: bool, save_frozen: bool, weights_only: bool, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(elastic_checkpoint, "has_commits", lambda folder, options: resumes or folder == "base")
+    monkeypatch.setattr(elastic_checkpoint, "start_from", lambda *_, weights_only: taken.append(weights_only))
+    monkeypatch.setattr(elastic_checkpoint, "load_elsewhere", lambda ours, load: given.update(ours=ours, load=load))
+    callback(Watch(), Checkpoints(), save_frozen=save_frozen).before_load(state(), LOGGER)
+    assert given["ours"]("base")
+    given["load"]("base", weights_only, [])
+    assert taken == expected
+
+
 @pytest.mark.parametrize(("batch", "end"), [(6, "7ba"), (7, "8ba"), (9, "10ba")])
 def test_the_end_of_a_complete_run_is_moved_for_composer(batch: int, end: str) -> None:
     run = state(batch, max_duration=Time.from_timestring("7ba"))

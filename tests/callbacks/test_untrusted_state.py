@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ from composer.algorithms import LabelSmoothing
 from composer.callbacks import SpeedMonitor
 from composer.core import Algorithm, State
 from composer.devices import DeviceCPU
-from composer.loggers import Logger
+from composer.loggers import Logger, ProgressBarLogger
 from composer.models import ComposerClassifier
 from composer.optim import ConstantWithWarmupScheduler
 from composer.optim.scheduler import compile_composer_scheduler
 from torch import nn
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.callbacks.elastic_state import _check_data, _check_groups, _check_timestamp
+from foundry_moe.callbacks.elastic_state import _check_data, _check_groups, _check_timestamp, collect, restore
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError
@@ -84,8 +85,6 @@ def resume(folder: Path) -> State:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Two checkpoints, of batches 1 and 2."""
-    from foundry_moe.callbacks.elastic_state import collect
-
     path = tmp_path / "run"
     engine = CheckpointEngine(open_store(str(path)))
     state, _ = make_state()
@@ -207,6 +206,30 @@ def test_no_method_is_replaced_by_data(folder) -> None:
     setting = next(item for item in state.algorithms if isinstance(item, Setting))
     assert callable(setting.apply) and callable(setting.match) and not hasattr(setting, "repr")
     assert callable(state.schedulers[0].step) and callable(state.schedulers[0].get_lr)
+
+
+def test_a_progress_bar_is_not_made_of_a_checkpoint(folder) -> None:
+    """Composer's bar formats text with its state."""
+    state, logger = make_state()
+    bar = ProgressBarLogger(stream=io.StringIO())
+    state.callbacks = [*state.callbacks, bar]
+    loaded = collect(state)
+    loaded["composer"]["callbacks"]["ProgressBarLogger"]["train_pbar"] = {
+        **{"n": 1, "position": 0, "total": 9, "metrics": {}, "timestamp_key": "batch"},
+        "bar_format": "{desc.__class__.__init__.__globals__}",
+    }
+    restore(state, loaded, logger)
+    assert bar.train_pbar is None
+
+
+def test_a_scheduler_without_what_it_needs_is_damage() -> None:
+    state, logger = make_state()
+    loaded = collect(state)
+    del loaded["composer"]["schedulers"]["LambdaLR"]["lr_lambdas"]
+    with pytest.raises(DamagedError, match="scheduler cannot be loaded: KeyError"):
+        restore(state, loaded, logger)
+    del loaded["composer"]["schedulers"]["LambdaLR"]
+    restore(state, loaded, logger)  # it stays as it is where the checkpoint has none
 
 
 def test_what_was_saved_comes_back(folder) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.launch.ending import StopSignals
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 from tests.helpers.entrypoint import kill_group, wait_for
 from tests.helpers.sockets import reachable
@@ -138,3 +139,73 @@ def test_uneven_microbatches_under_plain_ddp_are_one_sentence_on_two_ranks(tmp_p
     assert done.returncode == 2, text
     assert text.count("error: ") == 1 and "batch 3 does not have the same number of microbatches" in text, text
     assert "Traceback" not in text
+
+
+@pytest.mark.quick
+def test_a_signal_in_training_is_recorded_and_reaches_nobody_else() -> None:
+    """Before and after it goes to the thread of `exit_on`, which reads the file of wakeups."""
+    reads, writes = os.pipe()
+    for end in (reads, writes):
+        os.set_blocking(end, False)
+    before, seen = signal.set_wakeup_fd(writes), []
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+
+    def send() -> bytes:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            return os.read(reads, 9)
+        except BlockingIOError:
+            return b""
+
+    try:
+        signals, alone = StopSignals(["SIGUSR1"]), bytes([signal.SIGUSR1])
+        assert send() == alone
+        signals.remove()  # without `install`
+        assert send() == alone
+        signals.install()
+        signals.install()  # `fit` a second time
+        assert send() == b"" and signals.reason == "SIGUSR1"
+        signals.remove()
+        assert send() == alone and seen == [signal.SIGUSR1] * 3
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+        signal.set_wakeup_fd(before)
+        os.close(reads)
+        os.close(writes)
+
+
+START = """
+import os, signal, sys, threading, time
+from foundry_moe.launch.ending import exit_on, wait_to_end
+exit_on(["SIGTERM"])
+signal.signal(signal.SIGTERM, lambda number, frame: print("an import's handler", flush=True))
+exit_on(["SIGTERM"])
+"""
+CASES = {
+    "at once": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)", 75, "Stopped by SIGTERM while no batch"),
+    "in a worker": (
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(3))\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)\n"
+        "code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]); time.sleep(0.2); sys.exit(code)",
+        3,
+        "",
+    ),
+    "after a lost peer": (
+        "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start(); wait_to_end(20, 7)",
+        7,
+        "",
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+def test_a_signal_ends_the_process_that_gets_it_with_the_code_of_where_it_is(case: str) -> None:
+    program, code, words = CASES[case]
+    command = [sys.executable, "-W", "ignore", "-c", START + program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert words in done.stderr and bool(words) == bool(done.stderr), done.stderr

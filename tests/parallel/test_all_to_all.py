@@ -86,3 +86,18 @@ def test_a_recomputation_that_chooses_other_experts_is_an_error(alone: dist.Proc
     experts_TK[1, 1] = -1
     with pytest.raises(RuntimeError, match="a recomputation chose other experts"):
         dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=torch.ones(3, 2)))
+
+
+def test_a_rank_with_fewer_rounds_takes_part_in_all_of_them(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of 2, whose six tokens all go to itself: the other rank needs two rounds more."""
+    dispatcher = AllToAllDispatcher((alone,), num_experts=2, buffer=1.0)
+    dispatcher.ranks, dispatcher.local_experts = 2, 1
+    monkeypatch.setattr(AllToAllDispatcher, "largest", lambda self, number, device: number + 2)
+    choices_PP, experts_TK = torch.tensor([[6, 0], [6, 0]]), torch.zeros(6, 1, dtype=torch.long)
+    rounds = dispatcher._rounds(choices_PP, experts_TK)
+    assert rounds == (slice(0, 3), slice(3, 6), slice(6, 6), slice(6, 6))
+    assert dispatcher._rounds(torch.tensor([[3, 3], [3, 3]]), experts_TK) == ()
+    dispatcher.buffer = 2.0  # no load exceeds it
+    assert dispatcher._rounds(choices_PP, experts_TK) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,19 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from tests.helpers.small_training import CASES, build_model, shard_rest
+
+
+class Block(torch.nn.Module):
+    """A block with experts, which `compile_blocks` looks for, and a number, which is a constant of its graph."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.ffn = MoELayer(4, MoEConfig(num_experts=2, expert_hidden_size=4, activation="swiglu"))
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD * self.weight * self.number
 
 
 @pytest.mark.parametrize("balance_over", ["rank", "microbatch", "batch"])
@@ -58,6 +72,27 @@ def test_the_second_shape_of_a_batch_compiles_for_all_others() -> None:
     for shape in shapes:
         model(torch.arange(shape[0] * shape[1]).view(shape) % 40).sum().backward()
     assert set(graphs) == set(shapes[:2])
+
+
+@pytest.mark.parametrize("limit", [1, 1000])
+def test_each_block_of_a_deep_model_is_compiled(limit: int) -> None:
+    """All blocks have one code object, and beyond a limit of its compilations dynamo runs them eagerly."""
+    config: Any = torch._dynamo.config
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    blocks = torch.nn.ModuleList(map(Block, range(2, 7)))
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with config.patch(recompile_limit=limit, accumulated_recompile_limit=limit):
+        assert compile_blocks(torch.nn.Sequential(blocks), backend=note) == 5
+        for number, block in enumerate(blocks):
+            before = len(graphs)
+            block(torch.ones(3, 4))
+            assert len(graphs) > before, f"block {number} runs eagerly"
+        assert min(config.recompile_limit, config.accumulated_recompile_limit) >= limit, "a larger limit stays"
 
 
 @pytest.mark.quick
