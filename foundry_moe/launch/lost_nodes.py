@@ -103,5 +103,5 @@ class NodeWatch:
             if beat != self._heard[number][0]:
                 self._heard[number] = (beat, now)
             silent = now - self._heard[number][1]
-            if beat != b"left" and number != self._node and silent > self._silent_s:
+            if beat != b"left" and silent > self._silent_s:
                 self.over = f"node {number} of {len(beats)} has been silent for {silent:.0f} s"

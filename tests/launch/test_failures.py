@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from foundry_moe.launch.failures import failures_in, print_cause
 from tests.helpers.demo import BIN, ROOT, run
 
 WORKER = str(ROOT / "tests" / "launch" / "failing_worker.py")
@@ -39,3 +44,42 @@ def test_the_error_that_other_ranks_only_notice_is_shown_once(tmp_path, launcher
     if launcher is TORCHRUN:  # its summary
         assert "KeyError: 'planted on rank 1'" in text[text.index(shown) :], text
     assert sorted({path.name.split(".")[0] for path in tmp_path.glob("failed-*/*")}) == kept
+
+
+def written(logs: Path, rank: int, line: int, at_s: int) -> None:
+    """The error of a rank, from a line of its program."""
+    folder = logs / "run" / "attempt_0" / str(rank)
+    folder.mkdir(parents=True)
+    text = f'Traceback:\n  File "train.py", line {line}\nKeyError: rank {rank}\n'
+    (folder / "error.json").write_text(json.dumps({"message": {"extraInfo": {"py_callstack": text}}}))
+    (folder / "stderr.log").write_text(f"output of {rank}\n")
+    os.utime(folder / "error.json", (at_s, at_s))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("errors", "codes", "shown"),
+    [
+        ({1: (5, 20), 3: (7, 10)}, {1: 1, 3: 1}, "rank 3 failed:\nTraceback"),  # the first in time
+        ({1: (5, 20), 2: (7, 30), 3: (5, 10)}, {1: 1, 2: 1, 3: 1}, "ranks 1, 3 failed:\nTraceback"),
+        ({0: (5, 20), 2: (5, 10)}, {0: 1, 2: 1}, "ranks 0, 2 failed with the error above\n"),
+        ({0: (5, 10), 2: (7, 20)}, {0: 1, 2: 1}, ""),  # rank 0's is on the console
+        ({1: (5, 10)}, {1: 1, 2: -signal.SIGABRT}, "rank 1 failed:\nTraceback"),  # the other lost it
+        ({1: (5, 10)}, {1: 1, 2: -signal.SIGKILL}, "rank 2 died of SIGKILL\n"),
+        ({}, {2: -signal.SIGABRT, 3: -signal.SIGABRT}, "ranks 2, 3 died of SIGABRT\n"),
+        ({}, {0: 1, 3: 7}, "rank 3 ended with exit code 7:\n"),
+        ({}, {0: 1}, ""),
+    ],
+)
+def test_the_cause_is_the_first_error_or_a_signal_that_no_error_explains(
+    errors: dict[int, tuple[int, int]], codes: dict[int, int], shown: str, tmp_path: Path, capsys
+) -> None:
+    for rank, (line, at_s) in errors.items():
+        written(tmp_path, rank, line, at_s)
+    torn = tmp_path / "run" / "attempt_0" / "9"
+    torn.mkdir(parents=True)
+    (torn / "error.json").write_text('{"message": {"extra')
+    assert [failure.rank for failure in failures_in(tmp_path)] == sorted(errors, key=lambda rank: errors[rank][1])
+    print_cause(codes, tmp_path)
+    said = capsys.readouterr().err
+    assert said.startswith(shown) and bool(shown) == bool(said)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -57,6 +58,31 @@ def test_nodes_that_leave_in_order_are_not_lost_and_failures_are_heard_at_once()
     second.report_failed()
     assert wait_until(lambda: first.over, 5) and first.over == "processes of node 1 failed"
     first.stop()
+
+
+@pytest.mark.quick
+def test_the_last_word_of_a_node_that_leaves_is_that_it_left() -> None:
+    store = SlowStore()
+    first = NodeWatch(store, 0, 2, silent_s=60.0, beat_s=2.0)
+    first.start()
+    assert store.writes.wait(10)
+    first.stop()  # while a heartbeat is on its way
+    first._thread.join(10)
+    assert store.get("foundry_moe/beat/0") == b"left"
+
+
+class SlowStore(HashStore):
+    """A heartbeat takes 0.3 s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.writes.set()
+        if value != "left":
+            time.sleep(0.3)
+        super().set(key, value)
 
 
 @pytest.mark.quick

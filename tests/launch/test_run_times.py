@@ -81,6 +81,7 @@ def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
             "scheduler.t_warmup (20ba) must have the unit of max_duration (3072tok): write it in tok",
         ),
         (["scheduler.t_warmup=20", "max_duration=100ba"], "scheduler.t_warmup (20) has no unit: use 20ba"),
+        (["scheduler.t_warmup=0", "max_duration=100ba"], "scheduler.t_warmup (0) has no unit: use 0ba"),
         (["scheduler.t_warmup=20sec", "max_duration=100ba"], "scheduler.t_warmup (20sec) must not be in seconds"),
         (["scheduler.t_warmup=20sec", "max_duration=2h"], "t_warmup (20sec) must not be in seconds: use dur\n"),
         (["scheduler.t_warmup=20ba", "max_duration=2h"], "unit of max_duration (2h): write it in dur"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ def test_ranks_of_one_host_and_of_whole_nodes():
     assert used(7, gpus_per_node=8, expert=2, shard=1) == 6
     assert used(24, gpus_per_node=8, expert=1, shard=16, replicate=1) == 16
     assert used(18, gpus_per_node=6, expert=1, shard=4) == 12  # 16 would cut a node
+    assert used(6, gpus_per_node=6, expert=1, shard=4, replicate=1) == 4
+    with pytest.raises(ValueError, match="no smaller number"):
+        used(12, gpus_per_node=6, expert=1, shard=4, replicate=1)  # 4 would cut one too
 
 
 def test_what_cannot_be_is_said_with_the_arithmetic_of_all_ranks():
@@ -69,6 +73,10 @@ def test_those_that_train_see_a_smaller_job(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     assert not take_place(4)
     assert os.environ["WORLD_SIZE"] == "7"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of four nodes
+    assert take_place(6)
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("6", "2")
 
 
 @pytest.mark.quick
@@ -76,6 +84,39 @@ def test_a_process_without_a_launcher_has_its_place(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     assert take_place(1) and "WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("answers", [0, 1, 3])
+def test_a_run_that_has_answered_is_given_up_sooner_than_one_that_starts(answers, monkeypatch):
+    now_s, left = [0.0], [False] * answers
+
+    def check(keys: list[str]) -> bool:
+        if not left:
+            raise RuntimeError("no answer")
+        return left.pop()
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda s: now_s.__setitem__(0, now_s[0] + s))
+    monkeypatch.setattr(spares, "time", clock)
+    monkeypatch.setattr(spares, "_store", lambda: SimpleNamespace(check=check))
+    with pytest.raises(RuntimeError, match="taken for dead"):
+        spares.wait_as_spare()
+    patience_s = spares.SILENCE_S if answers else spares.START_S
+    heard_s = max(answers - 1, 0) * spares.POLL_S
+    assert patience_s < now_s[0] - heard_s <= patience_s + spares.POLL_S
+
+
+@pytest.mark.quick
+def test_only_the_first_rank_says_that_the_run_is_over_and_without_spares_nobody(monkeypatch):
+    said = []
+    store = SimpleNamespace(set=lambda key, value: said.append(key), add=lambda key, number: 2)
+    monkeypatch.setattr(spares, "_store", lambda: store)
+    for rank, waiting in (("1", 2), ("0", 0)):
+        monkeypatch.setenv("RANK", rank)
+        spares.dismiss(waiting)
+    assert said == []
+    spares.dismiss(2)
+    assert said == ["over"]
 
 
 RUN = """
