@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ def test_what_is_read_of_a_configuration_writes_it_again(model_type: str) -> Non
     layers, num_layers = blocks.layers, blocks.num_layers
     ours = blocks_of(MoEConfig(**blocks.settings()), d_model=32, layers=layers, num_layers=num_layers)
     assert family.write(ours) == family.write(blocks)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("limit", "written"), [(0, (1, 1)), (2, (4, 2)), (4, (1, 1))])
+def test_a_token_of_a_written_deepseek_chooses_from_a_group_or_more(limit: int, written: tuple[int, int]) -> None:
+    family = family_of("deepseek_v3")
+    blocks = family.read(small("deepseek_v3").config)
+    keys = family.write(replace(blocks, gate={**blocks.gate, "groups": 4, "group_limit": limit}))
+    assert (keys["n_group"], keys["topk_group"]) == written
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,30 @@ def test_an_imported_folder_has_the_tensors_of_a_run(model_type: str, tmp_path: 
     assert all(torch.equal(tensor, truth[name]) for name, tensor in found.items())
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "granitemoe"])
+def test_tensors_of_a_folder_in_bf16_have_the_dtypes_of_a_run(model_type: str, tmp_path: Path) -> None:
+    model = small(model_type).bfloat16()
+    model.save_pretrained(tmp_path)
+    found = renaming_of(tmp_path)(load_file(tmp_path / "model.safetensors"))
+    blocks = family_of(model.config.model_type).read(model.config)
+    apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
+    assert {name.removeprefix("model."): tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_a_tied_model_has_its_embeddings_as_its_head(tied: bool, tmp_path: Path) -> None:
+    small("olmoe", tie_word_embeddings=tied).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tied or tensors.pop("lm_head.weight") is not None  # a folder that is not complete
+    found = renaming_of(tmp_path)(tensors)
+    head = found.get("model.lm_head.weight")
+    assert (head is found["model.model.embed_tokens.weight"]) if tied else head is None
+
+
 def test_the_command_commits_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small("mixtral").save_pretrained(tmp_path / "hf")
     assert tool("import", tmp_path / "run", tmp_path / "hf") == 0
