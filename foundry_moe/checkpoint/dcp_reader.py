@@ -225,9 +225,8 @@ def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
     leaves = Contents(manifest).leaves
     places: dict[str, list[Place]] = {}
     for item, target in items:
-        tensor, name, sizes = target.detach(), item.storage_index.fqn, tuple(item.lengths)
-        first = item.storage_index.offset or (0,) * len(sizes)
-        box = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True)), sizes
+        tensor, name = target.detach(), item.storage_index.fqn
+        box = tuple(item.storage_offsets), tuple(item.lengths)  # of the only chunk, see `metadata_of`
         small = leaves.get(name)
         if not isinstance(small, Tensor):
             raise MismatchError(f"the checkpoint of step {step} has no tensor {name}")

@@ -135,7 +135,7 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
     sharded: list[int | None] = []
     for placement in tensor.placements:
         if type(placement) is Shard:
-            sharded.append(placement.dim % max(tensor.ndim, 1))
+            sharded.append(placement.dim)
         elif isinstance(placement, Replicate):
             sharded.append(None)
         else:

@@ -238,10 +238,11 @@ class FileStore(Store):
                 continue
             except OSError as error:
                 raise self._translate(error, f"delete from {above or 'the folder'}", above) from error
-        for above in sorted(folders, key=lambda path: -path.count("/")):
+        for above in folders:
             self._remove_empty(above)
 
     def _remove_empty(self, path: str) -> None:
+        """Removes a folder and those above it, as far as they are empty."""
         while path:
             above, _, name = path.rpartition("/")
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import json
 import math
 
@@ -38,6 +39,7 @@ def test_plain_values_come_back(value) -> None:
 def test_odd_values_come_back() -> None:
     value = {
         "time": datetime.timedelta(days=3, microseconds=7),
+        "before": -datetime.timedelta(hours=1),
         "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
         "numbers": (math.inf, -0.0, 1e-310),
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
@@ -52,6 +54,8 @@ def test_odd_values_come_back() -> None:
     assert repr(back) == repr(value) and isinstance(back["size"], torch.Size)
     back["array"] += 1  # memory of its own
     assert math.isnan(decode(encode(math.nan)))
+    members = [enum.Enum("Pair", {"A": (1, "x")}).A, enum.IntEnum("Number", {"A": 7}).A]
+    assert repr(decode(json.loads(json.dumps(encode(members))))) == "[(1, 'x'), 7]", "by their values"
     assert len(json.dumps(encode(value["long"]))) < 200
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from foundry_moe.checkpoint import committer as committer_module
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.committer import Committer, Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, StoreError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.owners import Identity
+from foundry_moe.checkpoint.manifest import Manifest, object_key
+from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.records import CommitKey
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 
@@ -59,10 +62,14 @@ def test_a_save_that_failed_leaves_its_data_only_if_its_record_may_exist(store: 
 def test_a_record_is_written_only_where_all_objects_are_there(store: Any) -> None:
     """The check after the record covers objects that go meanwhile; a crash in between would leave a damaged commit."""
     committer = Committer(Ledger(store), keep=None)
-    committer.begin(CommitKey(generation=0, step=1), info={"world_size": 1})
+    attempt = committer.begin(CommitKey(generation=0, step=1), info={"world_size": 1})
+    store.put(f"{attempt}/{object_key(0)}", bytes(63))
     store.put_new = lambda key, data: pytest.fail(f"{key} is written")
-    with pytest.raises(CheckpointError, match=r"step 1 was not committed: .* is missing"):
-        committer.commit(Manifest(info=committer.info, objects=[("data/000000.bin", 64)], tensors={}))
+    objects = [(object_key(rank), 64) for rank in range(7)]
+    with pytest.raises(CheckpointError, match="step 1 was not committed: ") as caught:
+        committer.commit(Manifest(info=committer.info, objects=objects, tensors={}))
+    assert "000000.bin has 63 bytes, not 64; " in str(caught.value) and "000001.bin is missing; " in str(caught.value)
+    assert "000003.bin is missing; and 3 more; older" in str(caught.value)
 
 
 def test_the_oldest_goes_first_and_its_record_before_its_data(store: Any, monkeypatch: Any) -> None:
@@ -114,3 +121,30 @@ def test_an_owner_removes_what_it_left_itself(store: Any) -> None:
     assert engine.wait().error is None
     engine.close()
     assert attempts_in(store) == [2]
+
+
+def test_who_is_taken_over_after_its_commit_deletes_nothing(store: Any, monkeypatch: Any, caplog: Any) -> None:
+    engine = CheckpointEngine(store, policy=Policy(keep=1, asynchronous=False))
+    engine.acquire(Identity(run_name="a"))
+    engine.save(make_state(1), 1)
+    clean_up = Committer.clean_up
+
+    def meanwhile(committer: Committer) -> None:
+        Owners(store).acquire(Identity(run_name="a"), has_commits=lambda: True)
+        clean_up(committer)
+
+    monkeypatch.setattr(Committer, "clean_up", meanwhile)
+    engine.save(make_state(2), 2)
+    assert steps_in(store) == [2, 1] and "another process has taken over" in caplog.text
+
+
+def test_abandoned_attempts_are_looked_for_once_in_their_age(store: Any, monkeypatch: Any) -> None:
+    """By a clock that nobody sets."""
+    now_s, calls = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(committer_module, "time", clock)
+    monkeypatch.setattr(Retention, "collect", lambda *_, **__: calls.append(now_s[0]) or {})
+    engine = CheckpointEngine(store, policy=Policy(stale_s=100.0, asynchronous=False))
+    for step, now_s[0] in enumerate((5.0, 105.0, 106.0, 206.0), 1):
+        engine.save(make_state(step), step)
+    assert calls == [5.0, 106.0]

@@ -16,14 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.checkpoint import Reader, Writer, open_store
+from foundry_moe.checkpoint.dcp_writer import _digest
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.range_reads import verify
 from foundry_moe.launch.processes import run_processes
@@ -117,10 +125,70 @@ def test_a_step_that_nobody_names_is_the_next_and_keep_counts(tmp_path) -> None:
     for step in (1, 2, 3):
         dcp.save(make_state(step), storage_writer=writer)
     assert Reader(tmp_path).steps() == [2, 1], "0, 1, 2 were written"
-    dcp.save(make_state(1), storage_writer=writer, checkpoint_id="1")  # the program has gone back
-    state = make_state(0)
-    dcp.load(state, storage_reader=Reader(tmp_path))
-    check(state, 1)
+    for step, left in {1: [1, 2], 0: [0, 1]}.items():  # the program goes back, lastly to a step that is gone
+        dcp.save(make_state(step), storage_writer=writer, checkpoint_id=str(step))
+        state = make_state(9)
+        dcp.load(state, storage_reader=Reader(tmp_path))
+        check(state, step)
+        assert Reader(tmp_path).steps() == left
+
+
+def test_a_model_without_a_name_of_its_own_is_known_by_all_tensors() -> None:
+    def digest(**tensors: torch.Tensor) -> str:
+        return _digest([create_default_local_save_plan(tensors, is_coordinator=True)])
+
+    one, other = torch.ones(2), torch.ones(3)
+    assert digest(w=one) != digest(w=other) and digest(w=one) != digest(v=one)
+    named = {"model.w": one, "optim.w": one}
+    assert digest(**named) == digest(**named | {"optim.w": other}) != digest(**named | {"model.w": other})
+
+
+@pytest.mark.quick
+def test_a_save_that_failed_on_a_rank_leaves_nothing_once_the_next_begins(tmp_path, monkeypatch) -> None:
+    writer, write = Writer(tmp_path), Writer.write_data
+
+    def fail(self: Writer, *arguments: Any) -> Any:
+        write(self, *arguments)
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write_data", fail)
+        assert "no memory" in failure(lambda: dcp.save(make_state(1), storage_writer=writer, checkpoint_id="1"))
+    dcp.save(make_state(2), storage_writer=writer, checkpoint_id="2")
+    assert [path.name for path in (tmp_path / "steps").iterdir()] == [f"{2:012d}"]
+
+
+@pytest.mark.quick
+def test_a_reader_that_found_nothing_finds_what_is_saved_later(tmp_path) -> None:
+    reader, state = Reader(tmp_path), make_state(0)
+    assert "holds no checkpoint" in failure(lambda: dcp.load(state, storage_reader=reader))
+    dcp.save(make_state(3), storage_writer=Writer(tmp_path), checkpoint_id="3")
+    dcp.load(state, storage_reader=reader)
+    check(state, 3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("alone", [True, False])
+def test_ranks_that_load_separately_do_not_fall_back_separately(tmp_path, alone: bool) -> None:
+    """Two of four ranks: one may find the newest commit damaged that the other has loaded."""
+    writer, state = Writer(tmp_path), {"w": torch.arange(3000.0)}
+    for step in ("1", "2"):
+        dcp.save(state, storage_writer=writer, checkpoint_id=step)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        reader, planner = Reader(tmp_path), DefaultLoadPlanner()
+        planner.set_up_planner({"w": torch.zeros(3000)}, reader.read_metadata(), is_coordinator=True)
+        plan = planner.create_local_plan()
+        (plan, *_) = reader.prepare_global_plan([plan] * (1 if alone else 2))
+        checkpoints.damage(reader.ledger.store, 2, "bit flipped")
+        if alone:
+            reader.read_data(plan, planner)
+            assert reader.step == 1
+        else:
+            with pytest.raises(DamagedError, match="do not have the recorded hash"):
+                reader.read_data(plan, planner)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_engine_and_the_planners_load_what_the_other_has_saved(tmp_path) -> None:

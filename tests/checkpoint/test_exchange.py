@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from foundry_moe.checkpoint.collective_errors import portable
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.exchange import Targets, Traffic, _Exchange
-from foundry_moe.checkpoint.layout import Grid, Layout, plan_writes
-from foundry_moe.checkpoint.manifest import build_manifest
-from foundry_moe.checkpoint.range_reads import Fetcher
+from foundry_moe.checkpoint.layout import Block, Chunks, Grid, Layout, plan_writes
+from foundry_moe.checkpoint.manifest import Manifest, block_hash, build_manifest
+from foundry_moe.checkpoint.range_reads import GAP_BYTES, Fetcher, block_of, coalesce
 from foundry_moe.checkpoint.training_state import place
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
@@ -149,3 +153,102 @@ def test_the_first_error_is_kept_and_nothing_runs_after_it() -> None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def blocks_at(starts: Sequence[int], size_bytes: int) -> tuple[Manifest, list[Block]]:
+    """Tensors of one block each in one object."""
+    names = [f"t{start}" for start in starts]
+    tensors = {name: (torch.uint8, (size_bytes,)) for name in names}
+    hashes = [block_hash(bytes([start % 251]) * size_bytes) for start in starts]
+    box = ((0,), (size_bytes,))
+    rows = [(name, box, start, digest) for name, start, digest in zip(names, starts, hashes, strict=True)]
+    manifest = build_manifest(tensors, {0: (max(starts) + size_bytes, rows)}, {}, {})
+    return manifest, [block_of(entry, item, 0) for item, entry in enumerate(manifest.tensors.values())]
+
+
+@pytest.mark.quick
+def test_blocks_that_lie_close_are_read_together_up_to_the_limit() -> None:
+    manifest, blocks = blocks_at([0, 128, 256, 384, 512 + GAP_BYTES - 28, 100_000, 100_128, 300_000], 100)
+    parts = coalesce(manifest, blocks[::-1], 384)
+    assert [(part.start, part.size_bytes, len(part.blocks)) for part in parts] == [
+        (0, 356, 3),
+        (384, 100, 1),  # the limit
+        (512 + GAP_BYTES - 28, 100, 1),
+        (100_000, 228, 2),
+        (300_000, 100, 1),
+    ]
+    assert [start for _, start in parts[0].blocks] == [0, 128, 256]
+    assert [len(part.blocks) for part in coalesce(manifest, blocks, 2**20)] == [5, 2, 1], "a gap of 4096 bytes is read"
+    assert [len(part.blocks) for part in coalesce(manifest, blocks, 50)] == [1] * 8, "a block is never cut"
+
+
+WHOLE_BOX, SOME_ROWS = ((0, 0), (10, 8)), ((2, 0), (5, 8))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("targets", "direct"),
+    [
+        ([(WHOLE_BOX, torch.zeros(10, 8, dtype=torch.int16))], True),
+        ([(WHOLE_BOX, torch.zeros(10, 8, dtype=torch.float64))], False),
+        ([(WHOLE_BOX, torch.zeros(10, 8, dtype=torch.bfloat16))], False),  # as many bytes
+        ([(WHOLE_BOX, torch.zeros(8, 10, dtype=torch.int16).t())], False),
+        ([(SOME_ROWS, torch.zeros(5, 8, dtype=torch.int16))], False),
+        ([(box, torch.zeros(box[1], dtype=torch.int16)) for box in (WHOLE_BOX, SOME_ROWS)], False),
+        ([(box, torch.zeros(box[1], dtype=torch.int16)) for box in (SOME_ROWS, WHOLE_BOX)], False),
+    ],
+    ids=["whole", "wider", "another dtype", "transposed", "part", "whole and part", "part and whole"],
+)
+def test_a_block_is_read_to_its_final_memory_only_where_that_holds_its_bytes(targets: Any, direct: bool) -> None:
+    expected = torch.arange(80, dtype=torch.int16).view(10, 8)
+    raw = expected.numpy().tobytes()
+    rows = {0: (len(raw), [("w", WHOLE_BOX, 0, block_hash(raw))])}
+    manifest = build_manifest({"w": (torch.int16, (10, 8))}, rows, {}, {})
+
+    def read_into(key: str, start: int, out: memoryview, see: Callable[[memoryview], object]) -> None:
+        out[:] = raw
+        see(out)
+
+    store: Any = SimpleNamespace(range_bytes=1024, read_into=read_into)
+    needs = {"w": Chunks([(box, (0,)) for box, _ in targets])}
+    side = _Exchange(Targets(manifest, 0, needs, {"w": targets}), Fetcher(store, "", manifest), {0}, None, Traffic())
+    assert [memory is not None for _, memory in side.reads] == [direct]
+    side.run()
+    for ((first, _), (number, _)), tensor in targets:
+        assert torch.equal(tensor.to(torch.int16), expected[first : first + number])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("starts", [(0,), (0, 128)], ids=["hashed while it is read", "hashed afterwards"])
+@pytest.mark.parametrize("fault", ["", "flipped once", "flipped", "missing", "short", "silent"])
+def test_a_range_is_read_again_if_it_arrives_changed_and_its_error_is_of_what_is_there(starts: Any, fault: str) -> None:
+    manifest, blocks = blocks_at(starts, 100)
+    reads: list[int] = []
+
+    def read_into(key: str, start: int, out: memoryview, see: Callable[[memoryview], object]) -> None:
+        reads.append(start)
+        if fault == "missing":
+            raise NotFoundError("no such object")
+        if fault in ("short", "silent"):
+            raise StoreError("nothing came")
+        for begin in starts:
+            out[begin : begin + 100] = bytes([begin % 251]) * 100
+        out[-1] ^= fault == "flipped" or (fault == "flipped once" and len(reads) == 1)
+        see(out)
+
+    whole = manifest.objects[0][1]
+    store: Any = SimpleNamespace(read_into=read_into, size_bytes=lambda key: whole - (fault == "short"))
+    (part,) = coalesce(manifest, blocks)
+    fetch = functools.partial(Fetcher(store, "attempt", manifest).fetch, part, memoryview(bytearray(part.size_bytes)))
+    if fault in ("", "flipped once"):
+        assert fetch()[-1] == starts[-1] % 251 and len(reads) == (2 if fault else 1)
+        return
+    kind, words = {
+        "flipped": (DamagedError, f"100 bytes from {starts[-1]} on, a block of t{starts[-1]}, do not have"),
+        "missing": (DamagedError, r"attempt/data/000000\.bin is missing"),
+        "short": (DamagedError, f"has {whole - 1} bytes, not {whole}"),
+        "silent": (StoreError, "nothing came"),
+    }[fault]
+    with pytest.raises(CheckpointError, match=words) as caught:
+        fetch()
+    assert type(caught.value) is kind and len(reads) == (3 if fault == "flipped" else 1)

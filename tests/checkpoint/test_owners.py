@@ -119,6 +119,13 @@ def test_a_name_that_nobody_gave_and_a_model_without_a_digest_agree_with_any(sto
         lease(store, B)
 
 
+def test_a_name_that_a_lease_cannot_hold_is_cut_for_its_restarts_too(store) -> None:
+    long = Identity(run_name="a\n" + "b" * 2000)
+    assert lease(store, long).run_name == lease(store, long).run_name == "a" + "b" * 999
+    with pytest.raises(OwnedError, match="this is run 'ab'"):
+        lease(store, Identity(run_name="ab"))
+
+
 def test_the_dead_are_passed_over_only_where_they_left_nothing(store) -> None:
     clock = Clock(store)
     lease(clock, A)
@@ -200,6 +207,13 @@ def test_a_lease_that_cannot_be_read_is_passed_over(store, raw, caplog) -> None:
     Owners(store).check(mine)
     assert mine.number == 3 and "Passed over owners/000007.json" in caplog.text
     assert lease(store, A).number == 4
+
+
+def test_a_lease_under_the_number_of_another_is_passed_over(store, caplog) -> None:
+    first = lease(store, A)
+    store.put("owners/000007.json", first.to_bytes())
+    assert Owners(store).newest() == first and "owners/000007.json: the lease is that of 1" in caplog.text
+    Owners(store).check(first)
 
 
 def test_who_lost_its_own_lease_sees_the_newer(store) -> None:

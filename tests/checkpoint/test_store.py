@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -302,6 +304,37 @@ def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatc
     with pytest.raises(kind, match=words):
         store.put("steps/x", memoryview(b"data"))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.quick
+def test_an_object_is_on_the_device_before_it_has_its_name_and_its_name_before_the_call_returns(
+    tmp_path, monkeypatch
+) -> None:
+    store, calls = open_store(str(tmp_path)), []
+    store.put("a/first", b"makes the folders")
+    for name in ("fdatasync", "fsync", "link", "replace"):
+        real = getattr(os, name)
+
+        def note(*arguments, name=name, real=real, **more):
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            calls.append("fsync of the folder" if is_folder else name)
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(os, name, note)
+    store.put("a/b", b"one")
+    assert store.put_new("a/c", b"two")
+    assert calls == ["fdatasync", "replace", "fsync of the folder", "fdatasync", "link", "fsync of the folder"]
+
+
+@pytest.mark.quick
+def test_free_bytes_are_those_that_an_ordinary_user_can_write(tmp_path, monkeypatch) -> None:
+    """Not those reserved for root; in fragments, which may be smaller than blocks."""
+    found = SimpleNamespace(f_blocks=99, f_bfree=50, f_bavail=40, f_bsize=4096, f_frsize=512)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    store = open_store(str(tmp_path / "not" / "there"))
+    assert store.free_bytes() == 40 * 512
+    found.f_blocks = 0
+    assert store.free_bytes() is None
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

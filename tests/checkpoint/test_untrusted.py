@@ -17,7 +17,15 @@ from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry, _check_blocks, check_tiling
+from foundry_moe.checkpoint.manifest import (
+    MAGIC,
+    Manifest,
+    TensorEntry,
+    _check_blocks,
+    build_manifest,
+    check_tiling,
+    object_key,
+)
 from foundry_moe.checkpoint.records import Commit, CommitKey
 from tests.helpers.checkpoints import blank, check, save
 from tests.helpers.commands import tool
@@ -147,6 +155,43 @@ def test_one_block_is_aligned_and_within_its_object(start, size) -> None:
     _check_blocks([("data/000000.bin", aligned + 32)], {"w": fits})
     with pytest.raises(DamagedError, match=rf"a block lies at bytes {start} to {start + 32} of an object of {size}"):
         _check_blocks([("data/000000.bin", size)], {"w": entry})
+
+
+@pytest.mark.quick
+def test_blocks_may_share_no_byte_of_any_object() -> None:
+    """Against counting each byte. Blocks of several objects lie at the same places, so their order matters."""
+    rng = np.random.default_rng(0)
+    outcomes = {True: 0, False: 0}
+    for _ in range(500):
+        sizes, count = rng.integers(1, 257, size=3), int(rng.integers(1, 6))
+        objects = [(object_key(rank), int(size)) for rank, size in enumerate(sizes)]
+        tensors, bytes_OB = {}, np.zeros((3, 1000), dtype=int)
+        for number in range(count):
+            place, start, size = int(rng.integers(0, 3)), int(rng.integers(0, 4)) * 64, int(rng.integers(1, 160))
+            tensors[str(number)] = TensorEntry(
+                dtype="int8", shape=(size,), offsets_BN=np.zeros((1, 1), np.int64), sizes_BN=np.array([[size]]),
+                object_B=np.array([place]), start_B=np.array([start]), hash_B=np.zeros(1, np.uint64),
+            )  # fmt: skip
+            bytes_OB[place, start : start + size] += 1
+        expected = all(not row[size:].any() and row.max() < 2 for row, size in zip(bytes_OB, sizes, strict=True))
+        outcomes[expected] += 1
+        try:
+            _check_blocks(objects, tensors)
+        except DamagedError:
+            assert not expected, tensors
+        else:
+            assert expected, tensors
+    assert min(outcomes.values()) > 50
+
+
+@pytest.mark.quick
+def test_ranks_that_write_nothing_have_no_object() -> None:
+    box = ((0,), (4,))
+    written = {3: (64, [("b", box, 0, 3)]), 0: (0, []), 1: (128, [("c", box, 64, 2), ("a", box, 0, 1)])}
+    manifest = build_manifest({name: (torch.float32, (4,)) for name in "abc"}, written, {}, {})
+    assert manifest.objects == [(object_key(1), 128), (object_key(3), 64)]
+    places = {name: (*entry.object_B, *entry.start_B, *entry.hash_B) for name, entry in manifest.tensors.items()}
+    assert places == {"a": (0, 0, 1), "b": (1, 0, 3), "c": (0, 64, 2)}
 
 
 RECORDS = {
