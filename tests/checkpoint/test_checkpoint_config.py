@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 
 pytestmark = pytest.mark.quick
@@ -14,6 +15,10 @@ def test_defaults_and_units() -> None:
     assert (config.every.amount, config.every.unit) == (1800.0, "sec")
     assert config.keep_every_batches == 10 and config.asynchronous is False and config.resume == 500
     assert config.store_options.timeout_s == 60.0
+    config = checkpoint_config({"folder": "/a", "timeout": "2.5s", "grace": "0.5h"})
+    assert (config.store_options.timeout_s, config.grace_s) == (2.5, 1800.0)
+    config = checkpoint_config({"folder": "/a", "endpoint_url": "http://h:1", "region": "r", "profile": "p"})
+    assert config.store_options == StoreOptions(endpoint_url="http://h:1", region="r", profile="p", timeout_s=60.0)
     assert checkpoint_config({"folder": "/a", "interval": "1ep"}).every.unit == "ep"
 
 

@@ -40,6 +40,13 @@ def test_facts_are_printed_by_rank_0_alone_and_without_a_time(rank, monkeypatch,
     assert warning.endswith(f": rank{rank}: WARNING: foundry_moe.launch.test_console: no answer")
 
 
+def test_a_fact_is_printed_once_however_often_the_console_is_set(capsys) -> None:
+    for _ in range(2):  # a script may train twice
+        set_console(OmegaConf.create())
+    logging.getLogger("foundry_moe.launch.test_console").info("mesh 1x2")
+    assert capsys.readouterr().err == "mesh 1x2\n"
+
+
 def test_a_terminal_without_a_size_shows_a_progress_bar(monkeypatch) -> None:
     screen, terminal = os.openpty()  # of 0 columns and rows
     with os.fdopen(terminal, "w") as stderr:

@@ -21,16 +21,26 @@ def test_a_good_processor_has_no_fault() -> None:
     assert node_check.link_faults([CPU] * 3, 0.0) == {} and node_check.link_faults([CPU], 1e9) == {}
 
 
-def test_a_bit_that_does_not_hold_is_found(monkeypatch) -> None:
+@pytest.mark.parametrize("bit", [2, 3])  # one is set in the first pattern, one in its complement
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_bit_that_does_not_hold_is_found(bit: int, stuck: int, monkeypatch) -> None:
     fill = torch.Tensor.fill_
 
     def fill_with_a_stuck_bit(block: torch.Tensor, value: int) -> torch.Tensor:
         fill(block, value)
-        block[7] |= 1 << 3
+        block[7] = (block[7] | 1 << bit) if stuck else (block[7] & ~(1 << bit))
         return block
 
     monkeypatch.setattr(torch.Tensor, "fill_", fill_with_a_stuck_bit)
     assert node_check.memory_fault(CPU, 1 << 20) == "1 words of its memory do not hold what was written"
+
+
+def test_addresses_that_reach_the_same_memory_are_found(monkeypatch) -> None:
+    monkeypatch.setattr(node_check, "CHUNK_BYTES", 4096)
+    assert node_check.memory_fault(CPU, 4 * 4096) is None
+    block = torch.empty(1024, dtype=torch.int32)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: block)
+    assert node_check.memory_fault(CPU, 4 * 4096) == f"{2 * 3 * 1024} words of its memory do not hold what was written"
 
 
 def test_one_wrong_element_of_a_product_is_found(monkeypatch) -> None:

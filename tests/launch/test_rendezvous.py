@@ -122,3 +122,14 @@ def test_a_restart_waits_for_other_nodes_more_briefly_than_the_first_start() -> 
     assert timeouts.last_call.total_seconds() == 30
     timeouts.restarting = True
     assert timeouts.last_call.total_seconds() == pytest.approx(2.14)
+
+
+@pytest.mark.quick
+def test_each_start_after_the_first_is_a_restart() -> None:
+    parameters = RendezvousParameters("foundry", "", "job", 1, 1, "127.0.0.1", store_type="hash", last_call_timeout=30)
+    handler = rendezvous.create_handler(parameters)
+    assert not handler.timeouts.restarting
+    for _ in range(2):
+        assert (found := handler.next_rendezvous()).world_size == 1 and handler.timeouts.restarting
+        assert found.bootstrap_store_info.master_addr == "127.0.0.1"
+    assert handler.shutdown()

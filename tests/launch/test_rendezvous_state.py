@@ -25,17 +25,29 @@ KEY = b"run"
 
 def a_state() -> _RendezvousState:
     state = _RendezvousState()
-    nodes = [_NodeDesc(f"host{number}.example", 100 + number, 0) for number in range(4)]
+    nodes = [_NodeDesc(f"host{number}.example", 100 + number, 0) for number in range(5)]
     state.round, state.complete, state.deadline = 3, True, datetime(2026, 1, 2, 3, 4, 5, 678, timezone.utc)
     state.participants = {nodes[1]: 0, nodes[0]: 1}
     state.wait_list, state.redundancy_list = {nodes[2]}, {nodes[3]}
     state.last_heartbeats = {nodes[0]: datetime.now(timezone.utc), nodes[2]: datetime(2026, 1, 1)}
+    state.last_heartbeats[nodes[4]] = datetime(2026, 1, 2, tzinfo=timezone.utc)  # has left, or not joined yet
     return state
 
 
 def test_a_state_is_read_as_it_was_written() -> None:
     for state in (a_state(), _RendezvousState()):
         assert vars(decode(encode(state, KEY), KEY)) == vars(state)
+
+
+def test_all_nodes_are_alive_when_a_store_is_back_by_clocks_with_zones_and_without() -> None:
+    backend = rendezvous.RestartableBackend.__new__(rendezvous.RestartableBackend)
+    backend._key, backend._state = KEY, encode(before := a_state(), KEY)
+    state = decode(backend._all_alive(), KEY)
+    assert state.last_heartbeats.keys() == before.last_heartbeats.keys()
+    for node, beat in state.last_heartbeats.items():
+        assert beat.tzinfo == before.last_heartbeats[node].tzinfo
+        assert abs(datetime.now(timezone.utc) - beat.replace(tzinfo=timezone.utc)).total_seconds() < 60
+    assert vars(state) == {**vars(before), "last_heartbeats": state.last_heartbeats}
 
 
 class Intruder:

@@ -79,6 +79,7 @@ def check(*overrides: str) -> None:
             r"optimizer_settings \(mine\) must be checkpoint or run",
         ),
         ("load_weights_only=true", r"load_weights_only \(True\) has no effect without load_path"),
+        ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas \(\[0.9, 1.0\]\) must be two numbers from 0 to below 1"),
         ("loggers={wandb: {projekt: x}}", "did you mean 'project'"),
         ("train_loader.prefetch_factor=2", "needs worker processes"),
         ("train_loader.dataset.locale=x", "did you mean 'local'"),
@@ -181,6 +182,28 @@ def test_layers_and_widths_are_those_of_a_model_in_a_local_folder(tmp_path: Path
     }.items():
         with pytest.raises(ValueError, match=sentence):
             check(model, f"algorithms.dmoe={{num_experts: 8, {keys}}}")
+
+
+def test_keys_of_a_start_have_an_effect_where_a_run_resumes_by_itself() -> None:
+    check("load_weights_only=true", "autoresume=true")
+    with pytest.raises(ValueError, match="load_weights_only"):
+        check("load_weights_only=true", "autoresume=false")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("{}/run", "{}/run/"),
+        ("{}/run", "file://{}/run"),
+        ("{}/run/../run", "{}/run"),
+        ("s3://bucket/run", "s3://bucket/run/"),
+    ],
+)
+def test_two_kinds_of_checkpoints_in_one_folder_are_refused(ours: str, theirs: str, tmp_path: Path) -> None:
+    ours, theirs = (folder.format(tmp_path) for folder in (ours, theirs))
+    with pytest.raises(ValueError, match=r"save_folder and callbacks.elastic_checkpoint.folder are both .*/run: give"):
+        check(f"callbacks.elastic_checkpoint.folder={ours}", f"save_folder={theirs}")
+    check(f"callbacks.elastic_checkpoint.folder={ours}", f"save_folder={theirs.rstrip('/')}/other")
 
 
 def test_a_monolithic_checkpoint_is_refused_with_fsdp2() -> None:

@@ -72,3 +72,12 @@ def test_a_file_that_is_no_run_is_one_sentence(tmp_path: Path, text: str) -> Non
     with pytest.raises(ValueError) as caught:
         plain(load_run(str(path), []))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_one_word_is_no_run_and_a_key_without_a_value_is_one_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\nload_path:\n")
+    assert plain(load_run(str(path), [])) == {"seed": 1, "load_path": None}
+    path.write_text("word")
+    with pytest.raises(ValueError, match="must be a mapping of keys to values"):
+        load_run(str(path), [])

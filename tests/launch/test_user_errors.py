@@ -11,8 +11,9 @@ from foundry_moe_kernels.permute_plan import plan_permute
 from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
 from foundry_moe.checkpoint.layout import intersect
 from foundry_moe.config import MoEConfig
+from foundry_moe.launch import user_errors
 from foundry_moe.launch.checkpoint_settings import parse_interval
-from foundry_moe.launch.user_errors import NonfiniteError, run_cleanly
+from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import UserError, caught
 from tests.helpers.demo import DEMO, ROOT
 
@@ -58,6 +59,22 @@ def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, code, capsys):
     assert run_cleanly(mistake) == code
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_mistake_that_all_ranks_make_is_printed_once_and_hidden_from_composers_launcher(
+    everywhere, rank, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(user_errors, "code_here", lambda code: code if rank == "0" else 0)
+
+    def fail():
+        raise_on_all_ranks(UserError("lr (-1)")) if everywhere else refuse_top_k()
+
+    alone = everywhere and rank == "1"
+    assert run_cleanly(fail) == (0 if alone else 2)
+    assert capsys.readouterr().err.count("error: ") == (not alone)
 
 
 @pytest.mark.parametrize(
