@@ -1,10 +1,11 @@
 """A training step with Muon over one with AdamW: seconds, those of the optimizer in it, and the optimizer's memory.
 
-    python benchmarks/muon.py [olmoe_1b_7b qwen3_30b_a3b] [--layers 7] [--microbatches 1 4] [--toy]
+    python benchmarks/muon.py [olmoe_1b_7b qwen3_30b_a3b] [--layers 7] [--microbatches 1 16] [--toy]
     torchrun --nproc-per-node 2 benchmarks/muon.py ...
 
 The models of `yamls/bench` in plain PyTorch, with as many layers as fit one GPU of 141 GB (of qwen3_30b_a3b one fewer
-without a second GPU); experts are divided over all ranks. A microbatch has four sequences of 4096 tokens per GPU.
+without a second GPU); experts are divided over all ranks. A microbatch has four sequences of 4096 tokens per GPU;
+16 of them are the tokens per GPU and step of `yamls/pretrain/1gpu.yaml` and `4gpu.yaml`.
 `--toy` is a small model, which a CPU can train.
 """
 

@@ -24,6 +24,7 @@ from benchmarks.papers.dropping import Row, when_reached
 
 RECIPE = "fine,experts=128,shared_width=0.5,top_k=7"
 MUON = f"{RECIPE},optimizer=muon,lr=2e-3,adamw_lr=0.5"
+DENSE_MUON = "dense,optimizer=muon,lr=2e-3,adamw_lr=0.5"
 MORE = "fine,experts=256,shared_width=0.5,top_k=7"
 
 
@@ -58,6 +59,7 @@ _CHANGES = (
     "fine,capacity=1.0",
 )  # fmt: skip
 _LONG = "--tokens 400000000 --batch 64 --warmup 0.0125 --lr 1e-3 --every 60 --seconds 3000"
+_MUON = "--tokens 160000000 --batch 32 --warmup 0.03 --lr 1e-3 --every 122 --seconds 999"
 _SHORT = "--tokens 20000000 --batch 32 --warmup 0.1 --lr 1e-3 --every 61"
 PLANS = {
     "changes": (Plan(size="XS", flags=_SHORT, runs=_CHANGES),),
@@ -68,10 +70,11 @@ PLANS = {
         Plan(size="XS", flags=f"{_LONG} --reference {RECIPE}", runs=(RECIPE, f"{RECIPE},capacity=1.0")),
     ),
     "muon": (
+        Plan(size="XS", flags=f"{_MUON} --reference {MUON}", runs=(RECIPE, MUON, f"{RECIPE},optimizer=muon,lr=1e-3")),
         Plan(
             size="XS",
-            flags=f"--tokens 160000000 --batch 32 --warmup 0.03 --lr 1e-3 --every 122 --seconds 999 --reference {MUON}",
-            runs=(RECIPE, MUON, f"{RECIPE},optimizer=muon,lr=1e-3"),
+            flags=f"{_MUON} --reference {DENSE_MUON}",
+            runs=("dense", DENSE_MUON, "dense,optimizer=muon,lr=1e-3"),
         ),
     ),
     "toy": (
