@@ -258,6 +258,33 @@ def test_the_head_is_the_models_own_and_convolutions_are_not_matrices() -> None:
     assert {name for name, parameter in model.named_parameters() if found[parameter] is not None} == {"up.weight"}
 
 
+def test_without_a_head_of_its_own_matrices_as_large_as_the_largest_embedding_are_none() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds, self.embed, self.places = nn.Embedding(2, 8), nn.Embedding(32, 8), nn.Embedding(16, 8)
+            self.head, self.up, self.pair = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(8, 2)
+
+    model = Plain()
+    found = find_matrices(model)
+    assert {name for name, parameter in model.named_parameters() if found[parameter]} == {"up.weight", "pair.weight"}
+
+
+def test_an_expert_without_tokens_stays_where_it_is() -> None:
+    """Its gradient is zero: no direction, and no NaN."""
+    model = Model()
+    experts = model.experts[0]
+    before = experts.gate_up_proj.detach().clone()
+    optimizer = Muon(model.parameters(), model=model, lr=LR, weight_decay=0.0)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        experts.gate_up_proj.grad[1] = 0
+        optimizer.step()
+    assert torch.equal(experts.gate_up_proj[1], before[1]) and bool(torch.isfinite(experts.gate_up_proj).all())
+    assert not torch.equal(experts.gate_up_proj[0], before[0])
+
+
 def test_which_rank_computes_a_matrix_does_not_depend_on_batches_of_other_ranks() -> None:
     """Ranks that hold experts of different widths have different numbers of their batches."""
 

@@ -156,7 +156,7 @@ def _batches(matrices: list[_Matrix]) -> list[tuple[int, list[_Matrix]]]:
     open_batches: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         part = matrix.part
-        key = part.heights, part.columns, part.group, matrix.weight.dtype
+        key = part.heights, part.columns, part.group
         batch = open_batches.get(key)
         if batch is None or sum(other.part.numel for other in batch) + part.numel > TOGETHER:
             batch = open_batches[key] = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foundry_moe.ops import POINTWISE, expert_mlp, plan_permute
+from foundry_moe.ops.mlp import Biases
 
 pytestmark = pytest.mark.quick
 
@@ -32,6 +33,37 @@ def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activ
     inputs = [t for t in (x, weights, w1, v1, w2) if t is not None]
     y = expert_mlp(x, weights, plan_permute(experts_TK, 4), w1, v1, w2, activation=activation, backend="reference")
     truth = naive(x, weights, experts_TK, w1, v1, w2, POINTWISE[activation])
+    torch.testing.assert_close(y, truth)
+    direction = torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, inputs, direction), torch.autograd.grad(truth, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_biases_are_those_of_the_choices_that_are_some(gated, weighted):
+    """Weights of choices that are none count for nothing, whatever they are."""
+    experts_TK = torch.tensor([[0, 3], [3, 0], [3, -1], [-1, -1], [-1, 0]])
+    leaves = [torch.randn(5, 6), torch.rand(5, 2) + 1, torch.randn(4, 7, 6), torch.randn(4, 7, 6), torch.randn(4, 6, 7)]
+    x, weights, w1, v1, w2 = (leaf.double().requires_grad_() for leaf in leaves)
+    biases = [torch.randn(4, size, dtype=torch.float64, requires_grad=True) for size in (7, 7, 6)]
+    b1, c1, b2 = biases
+    rows = []
+    for t, chosen in enumerate(experts_TK.tolist()):
+        y_D = 0 * x[t]
+        for k, e in enumerate(chosen):
+            if e >= 0:
+                h_F = POINTWISE["silu"](w1[e] @ x[t] + b1[e]) * (v1[e] @ x[t] + c1[e] if gated else 1)
+                y_D = y_D + (weights[t, k] if weighted else 1) * (w2[e] @ h_F + b2[e])
+        rows.append(y_D)
+    given = weights if weighted else None
+    y = expert_mlp(
+        x, given, plan_permute(experts_TK, 4), w1, v1 if gated else None, w2,
+        activation="silu", backend="reference", biases=Biases(b1, c1 if gated else None, b2),
+    )  # fmt: skip
+    truth, inputs = torch.stack(rows), [x, w1, w2, b1, b2, *[v1, c1] * gated, *[weights] * weighted]
     torch.testing.assert_close(y, truth)
     direction = torch.randn_like(y)
     for ours, theirs in zip(
