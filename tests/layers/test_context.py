@@ -1,8 +1,11 @@
 """What reaches the layers from the batch and from the trainer, with the model's code as it is."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.forward_pass import read_mask
@@ -53,6 +56,20 @@ def test_a_note_is_for_one_call_of_the_model_and_outer_modules_complete_inner_on
     model({"input_ids": ids})
     assert seen[0].mask_T.sum() == 5 and torch.equal(seen[0].token_ids_BS, ids)
     assert len(seen) == 2 and seen[1].mask_T is None
+
+
+def test_what_a_note_leaves_out_is_that_of_the_arguments():
+    context, model = BatchContext(), Model()
+    context.observe(model)
+    seen = []
+    model.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6)))
+    ids, mask = torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    context.set_tokens(ids + 1)
+    model(ids, attention_mask=mask)
+    context.set_tokens(None, torch.ones(2, 3))
+    model(ids, attention_mask=mask)
+    assert torch.equal(seen[0].token_ids_BS, ids + 1) and torch.equal(seen[0].mask_T, mask.flatten().bool())
+    assert torch.equal(seen[1].token_ids_BS, ids) and seen[1].mask_T.all()
 
 
 def test_other_ids_have_no_padding_of_the_pass_around():
@@ -145,3 +162,48 @@ def test_anchor_takes_tensors_tuples_and_losses_without_gradient():
     leaf = torch.tensor(1.0, requires_grad=True)
     first, second = context.track_scale((leaf * 2, torch.tensor(5.0)))
     assert (first.item(), second.item()) == (2.0, 5.0)
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(("a", "b"), [0, 1, 1, 0]), (("a", "a"), [0, 1, 2, 3])])
+def test_a_recomputation_gets_what_its_own_call_computed_or_computes_it_again(keys, expected):
+    """Two calls that give one key, as a layer that is used twice does, cannot be told apart."""
+    context, seen, count = BatchContext(), [], itertools.count()
+
+    class Checkpointed(Model):
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for key in keys:
+                x = checkpoint(self.call, x, key, use_reentrant=False)
+            return x
+
+        def call(self, x, key):
+            seen.append(context.once(key, lambda: next(count)))
+            return x.sin()
+
+    model = Checkpointed()
+    context.observe(model)
+    model(torch.arange(3)[None]).sum().backward()
+    assert seen == expected
+
+
+def test_a_recomputed_module_keeps_what_its_pass_has_computed():
+    context, seen, count = BatchContext(), [], itertools.count()
+
+    class Inner(Model):
+        def forward(self, input_ids):
+            seen.append(context.once("a", lambda: next(count)))
+            return self.embed(input_ids).sin()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, input_ids):
+            return checkpoint(self.inner, input_ids, use_reentrant=False)
+
+    model = Outer()
+    context.observe(model)
+    for _ in range(2):
+        model(torch.arange(3)[None]).sum().backward()
+    assert seen == [0, 0, 1, 1]

@@ -252,3 +252,15 @@ def test_other_misuses_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match=r"weights \[1\] must have the shape"):
         with replay_choices(model, GOOD, weights=torch.ones(1)):
             pass
+
+
+def test_each_layer_is_recorded_again_as_it_was_before():
+    model, ids = Model(), batch()
+    with record_choices(model.layers[1]) as part:
+        with record_choices(model) as whole:
+            model(ids)
+        model(batch(1))
+        assert model.layers[0].record is None
+    assert model.layers[1].record is None and len(part.experts_TLK) == len(whole.experts_TLK) == ids.numel()
+    assert whole.experts_TLK.shape[1] == 2 and part.experts_TLK.shape[1] == 1
+    assert not torch.equal(part.experts_TLK[:, 0], whole.experts_TLK[:, 1])

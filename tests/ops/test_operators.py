@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -120,10 +121,26 @@ def test_only_a_second_backward_pass_is_told_to_recompute():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         take_saved(Context())  # by somebody else
-    spent = Context()
-    spent.spent = True
+    spent = SimpleNamespace(saved_tensors=(torch.ones(1),))
+    assert take_saved(spent) is spent.saved_tensors
+    again = Context()
+    vars(again).update(spent=spent.spent)
     with pytest.raises(RuntimeError, match="a second backward pass through experts needs `memory: recompute`"):
-        take_saved(spent)
+        take_saved(again)
+
+
+@operator("test_doubled_", lambda x, y: torch.empty_like(x), mutates=["y"])
+def doubled_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Writes as a kernel does, which autograd does not see."""
+    y.data.copy_(2 * x)
+    return 3 * x
+
+
+def test_autograd_sees_that_an_operator_has_written_to_an_argument():
+    for call in (doubled_, doubled_.eager, doubled_.operator):
+        x, y = torch.ones(3), torch.zeros(3)
+        call(x, y)
+        assert torch.equal(y, torch.full((3,), 2.0)) and (x._version, y._version) == (0, 1)
 
 
 def test_an_operator_with_a_record_is_one_node_of_a_graph_with_the_same_gradients():
