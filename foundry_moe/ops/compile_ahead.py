@@ -1,9 +1,9 @@
 """Compiles the kernels of a layer's experts for every load when they first run, so that no later step compiles.
 
 Which kernel runs depends on the rows per expert, and so on the gate. So at the first call of a kind of experts (widths,
-dtype, activation) their operators run on some fifty tokens once for each class of load, with the tiles of that class.
-Triton keeps what it has compiled on disk; each process of a node begins with another class, so that they share the
-work.
+dtype, activation) their operators run on some fifty tokens once for each class of load, with the tiles of that class;
+before that their kernels are compiled by threads. Triton keeps what it has compiled on disk; each process of a node
+begins with another class, so that they share the work.
 
 FOUNDRY_MOE_COMPILE_AHEAD=0 turns this off: then the kernel of a load is compiled when the load first occurs.
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from foundry_moe_kernels import tuning
+from foundry_moe_kernels.launch import compile_only
 
 from foundry_moe.ops.expert_plan import ExpertPlan, table_of
 from foundry_moe.ops.permute import PermutePlan, plan_permute
@@ -42,9 +43,21 @@ def run_once(kind: Hashable, plan: ExpertPlan, run: Callable[[], None]) -> None:
     if os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
         return
     _done.add((device, kind))
-    run_all_loads(experts, run)
-    for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's choices are either
-        plan_of(-(-number // choices), choices, experts, device, dtype)
+
+    def run_all() -> None:
+        run_all_loads(experts, run)
+        for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's are either
+            plan_of(-(-number // choices), choices, experts, device, dtype)
+
+    with compile_only(_threads()) as compiles:
+        if compiles:
+            run_all()
+    run_all()
+
+
+def _threads() -> int:
+    """This process's share of the cores, 8 at most: one H200 was no faster with 12."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)))
 
 
 def run_all_loads(experts: int, run: Callable[[], None]) -> None:
