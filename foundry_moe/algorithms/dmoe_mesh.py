@@ -23,7 +23,7 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
-from foundry_moe.parallel.mesh import plan_mesh
+from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
 from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
@@ -86,7 +86,13 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     _replace_clipping(state, replicated=placement.plan.replicate > 1, keeps_weights=keeps)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
-        log.info("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
+        _say_plan(placement.plan, mesh_config)
+
+
+def _say_plan(plan: MeshPlan, mesh_config: MeshConfig) -> None:
+    log.info("mesh %s, all_to_all %s", plan, plan.all_to_all)
+    if mesh_config.all_to_all == HIERARCHICAL != plan.all_to_all:
+        log.warning("mesh.all_to_all: hierarchical is flat here: no expert group spans nodes of more than one GPU")
 
 
 def _wrapped_blocks(model: Any) -> list[nn.Module]:

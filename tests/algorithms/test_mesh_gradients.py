@@ -12,8 +12,10 @@ from composer.core import Event
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
 from foundry_moe.algorithms.dmoe_mesh import MeshGradients, _replace_clipping, add_mesh_algorithm, count_samples
+from foundry_moe.config import MeshConfig
 from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
 from foundry_moe.optim.adamw import FusedAdamW
+from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.schema import raise_mistakes
 
 
@@ -89,6 +91,16 @@ def test_another_number_of_microbatches_is_an_error(monkeypatch: pytest.MonkeyPa
 def test_samples_are_counted_in_tensors_mappings_and_sequences() -> None:
     rows = torch.zeros(5, 2)
     assert [count_samples(batch) for batch in (rows, {"x": rows}, (rows, rows), [])] == [5, 5, 5, None]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "says"), [(1, True), (2, False), (4, True)])
+def test_a_hierarchical_exchange_that_is_flat_says_so(
+    caplog: pytest.LogCaptureFixture, ranks_per_node: int, says: bool
+) -> None:
+    config = MeshConfig(expert=4, shard=1, all_to_all="hierarchical")
+    plan = plan_mesh(config, world_size=4, ranks_per_node=ranks_per_node, num_experts=8)
+    mesh_callback._say_plan(plan, config)
+    assert ("hierarchical is flat here" in caplog.text) == says
 
 
 def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
