@@ -172,6 +172,10 @@ def run_edits(args: argparse.Namespace, tree: Path) -> tuple[list[str], int]:
         tests = " ".join(edit.get("tests") or [args.tests or " ".join(tests_of(edit["file"]))])
         work.setdefault((edit["file"], tests), []).append(edit)
 
+    import torch
+
+    if not torch.cuda.is_available():  # as in tests/conftest.py, and before Composer imports Triton
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     import composer  # noqa: F401
     import llmfoundry  # noqa: F401  # forks share these imports
 
