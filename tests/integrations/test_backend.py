@@ -30,14 +30,25 @@ def test_sentinels_of_expert_parallelism_are_no_choice(model, monkeypatch):
     x_TD, index_TK, weights_TK = certificate.inputs(experts)
     local_TK = torch.rand(index_TK.shape) < 0.5
     weights_TK = weights_TK * local_TK
-    with_sentinels = x_TD, index_TK.where(local_TK, experts.num_experts), weights_TK
+    # their weights count for nothing, whatever they are
+    with_sentinels = x_TD, index_TK.where(local_TK, experts.num_experts), weights_TK.where(local_TK, 0.5)
     integration.register()
+    planned, plan = [], integration.plan_permute
+    monkeypatch.setattr(integration, "plan_permute", lambda index, number: planned.append(index) or plan(index, number))
     ours = certificate.outputs(experts, integration.NAME, with_sentinels)
+    assert torch.equal(planned[0], index_TK.where(local_TK, -1))
     # of a choice of weight 0 the output and all gradients are zeros, but for that of the weight
     truth = certificate.outputs(experts, "eager", (x_TD, index_TK, weights_TK))
     truth["combine weights"] = truth["combine weights"] * local_TK
     for name, value in truth.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "formula"), [("qwen3_moe", "silu"), ("gpt_oss", "silu 1.702 7.0 1.0"), ("mixtral", "silu")]
+)
+def test_the_gates_that_kernels_compute_are_recognised(model, formula):
+    assert integration.formula_of(certificate.build(family(model))) == formula
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from foundry_moe.integrations import transformers as integration
-from foundry_moe.integrations.transformers_parallel import _balance_over_all_ranks
+from foundry_moe.integrations.transformers_parallel import _balance, _balance_over_all_ranks
 from foundry_moe.optim.muon import Muon
 from foundry_moe.schema import UserError
 from tests.helpers import transformers_experts as certificate
@@ -192,3 +192,17 @@ def test_files_without_slices_are_refused(tmp_path, four_ranks):
         ValueError, match=r"conv1d.weight is converted \(Concatenate\), so it has no slices: omit weights"
     ):
         integration.parallelize(model, {"expert": 2, "shard": 2}, weights=tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_balance_loss_of_ranks_with_the_same_tokens_is_transformers(masked, four_ranks, monkeypatch):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(4))
+    generator = torch.Generator().manual_seed(1)
+    logits = tuple(torch.randn(12, 5, generator=generator, requires_grad=True) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]]) if masked else None
+    ours, theirs = _balance(logits, 2, mask), load_balancing_loss_func(logits, 5, 2, mask)
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True):
+        torch.testing.assert_close(one, other)

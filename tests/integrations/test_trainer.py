@@ -9,6 +9,7 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,31 @@ def test_trains_outside_the_main_thread(folder, one_rank):
     thread.start()
     thread.join()
     assert trainer.state.global_step == 1
+
+
+def test_a_training_after_a_stopped_one_saves_and_evaluates_its_epochs(monkeypatch):
+    from foundry_moe.integrations.transformers_trainer import _ResumeAndStop
+
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    trainer = SimpleNamespace(received=True, load_training_state=lambda: None)
+    callback, arguments = _ResumeAndStop(trainer), SimpleNamespace(device="cpu")
+    for stopped in (True, False):
+        trainer.received = stopped
+        control = SimpleNamespace(should_save=False, should_evaluate=True, should_training_stop=False)
+        callback.on_train_begin(arguments, None, control)
+        callback.on_step_end(arguments, None, control)
+        assert (control.should_save, control.should_evaluate, control.should_training_stop) == (
+            stopped, not stopped, stopped
+        )  # fmt: skip
+        control.should_save = control.should_evaluate = True  # as Trainer sets them at the end of an epoch
+        callback.on_epoch_end(arguments, None, control)
+        assert control.should_save == control.should_evaluate == (not stopped)
+
+
+def test_a_second_training_is_not_stopped_by_the_signal_to_the_first(monkeypatch):
+    from foundry_moe.integrations import transformers_trainer
+
+    monkeypatch.setattr(transformers_trainer.transformers.Trainer, "train", lambda self: (self.resumed, self.received))
+    trainer = integration.ParallelTrainer.__new__(integration.ParallelTrainer)
+    trainer.resumed, trainer.received = "checkpoint", True
+    assert trainer.train() == (None, False)
