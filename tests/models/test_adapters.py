@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from foundry_moe import MoEConfig, apply_dmoe
-from foundry_moe.models.adapters import adapters_off
+from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models import adapters
+from foundry_moe.models.adapters import _of_rank, adapters_off
 from tests.helpers.families import small
 
 ROOT = Path(__file__).parents[2]
@@ -40,14 +42,54 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.quick
 def test_without_adapters_a_model_is_the_one_that_it_was() -> None:
     before, model = logits(small("mixtral")), with_adapters(small("mixtral"))
-    with_them = logits(model)
+    with_them, switches = logits(model), [layer.experts.adapters_enabled for layer in moe_layers(model)]
     assert (with_them - before).abs().max() > 0.1
     with pytest.raises(RuntimeError, match="left"), adapters_off(model):
         torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
         raise RuntimeError("left by an error")
     assert torch.equal(logits(model), with_them)
+    assert [layer.experts.adapters_enabled for layer in moe_layers(model)] == switches, "of each layer its own"
     with pytest.raises(ValueError, match="the model has no experts with lora"), adapters_off(small("mixtral")):
         pass
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("matrix", "own"), [("w1", slice(0, 2)), ("v1", slice(2, 4)), ("w2", slice(0, 2))])
+def test_only_columns_of_zeros_are_left_out_of_a_larger_rank(matrix: str, own: slice) -> None:
+    """Gate and up of an export share one rank of twice the size."""
+    a_EKM, b_ENM = torch.randn(3, 5, 4), torch.zeros(3, 6, 4)
+    b_ENM[..., own] = torch.randn(3, 6, 2)
+    a, b = _of_rank(a_EKM, b_ENM, matrix, 2, Path("folder"))
+    assert torch.equal(b @ a.mT, b_ENM @ a_EKM.mT) and a.shape[2] == b.shape[2] == 2
+    assert _of_rank(a_EKM, b_ENM, matrix, 4, Path("folder")) == (a_EKM, b_ENM)
+    for wrong, rank in ((b_ENM + 1, 2), (b_ENM, 3), (b_ENM, 1)):
+        with pytest.raises(ValueError, match=rf"lora.r \({rank}\) must be 4, the rank of lora.start \(folder\)"):
+            _of_rank(a_EKM, wrong, matrix, rank, Path("folder"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("left", [0.0, 1.0])
+def test_a_folder_may_hold_other_adapters_only_if_they_add_nothing(left: float, monkeypatch: Any) -> None:
+    model = with_adapters(small("mixtral"))
+    factors = {}
+    for layer in moe_layers(model):
+        for matrix, names in layer.experts.adapter_names.items():
+            for factor, name in zip("AB", names, strict=True):
+                factors[layer.layer_index, matrix, factor] = torch.randn(layer.experts.get_parameter(name).shape)
+    given = dict(factors)
+    factors |= {(1, "other", "A"): torch.ones(5, 4, 2), (1, "other", "B"): torch.full((5, 4, 2), left)}
+    monkeypatch.setattr(adapters, "read_folder", lambda folder: ({}, {"r": 2, "lora_alpha": 16}))
+    monkeypatch.setattr(adapters, "factors_of", lambda *_: factors)
+    if left:
+        with pytest.raises(ValueError, match="adapts other of layer 1, which the run does not"):
+            adapters.load_adapter(model, "folder")
+        return
+    adapters.load_adapter(model, "folder")
+    for layer in moe_layers(model):
+        for matrix, names in layer.experts.adapter_names.items():
+            for factor, name, scale in zip("AB", names, (1, 16 / 8), strict=True):  # B has the quotient
+                expected = given[layer.layer_index, matrix, factor] * scale
+                torch.testing.assert_close(layer.experts.get_parameter(name).data, expected)
 
 
 @pytest.mark.quick

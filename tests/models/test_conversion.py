@@ -12,6 +12,7 @@ from transformers import (
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models.block_plans import find_blocks
 
 pytestmark = pytest.mark.quick
 
@@ -77,6 +78,33 @@ def test_optimizer_gets_the_new_parameters_in_the_old_ones_group():
     layers = apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert {id(p) for p in optimizer.param_groups[1]["params"]} == {id(p) for x in layers for p in x.parameters()}
+
+
+def test_of_several_groups_that_held_old_parameters_the_first_gets_the_new_ones():
+    model = llama()
+    gates = [p for n, p in model.named_parameters() if "gate_proj" in n]
+    others = [p for n, p in model.named_parameters() if "gate_proj" not in n]
+    optimizer = torch.optim.AdamW([{"params": gates}, {"params": others}])
+    layers = apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
+    first, second = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    assert first == {id(p) for layer in layers for p in layer.parameters()}
+    assert first | second == {id(p) for p in model.parameters()}
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_blocks_whose_names_begin_alike_are_all_found():
+    model = nn.Sequential(*(MLP() for _ in range(12)))
+    found = find_blocks(model, None)
+    assert [(block.name, block.layer) for block in found] == [(str(index), index) for index in range(12)]
 
 
 def test_an_optimizer_that_has_stepped_keeps_no_state_of_the_old_blocks_and_steps_on():

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models.pretrained import SafetensorsFolder, read_pretrained
+from tests.helpers.families import small
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -115,3 +118,18 @@ def test_a_converted_model_that_no_family_computes_is_not_saved(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"save_pretrained: gate.score \(sigmoid\)"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.quick
+def test_a_folder_may_hold_a_tied_head_and_no_tensor_that_the_model_lacks(tmp_path: Path) -> None:
+    there = small("olmoe", tie_word_embeddings=True).state_dict()
+    assert "lm_head.weight" in there
+    save_file({name: tensor.clone() for name, tensor in there.items()}, tmp_path / "model.safetensors")
+    model = small("olmoe", seed=6, tie_word_embeddings=True)
+    layers = apply_dmoe(model, MoEConfig(num_experts=5, top_k=2))
+    read_pretrained(model, SafetensorsFolder(tmp_path))
+    assert torch.equal(model.lm_head.weight, there["lm_head.weight"])
+    assert torch.equal(layers[1].gate.weight_ED, there["model.layers.1.mlp.gate.weight"])
+    save_file({"model.layers.1.mlp.bias": torch.zeros(1)}, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"has a tensor model\.layers\.1\.mlp\.bias, which this OlmoeForCausalLM does"):
+        read_pretrained(model, SafetensorsFolder(tmp_path))

@@ -148,3 +148,12 @@ def test_what_steers_training_alone_may_be_said() -> None:
     layer = apply_dmoe(model, config_of(model, gate={"name": "topk", "bias_step": 0.0, "score": "sigmoid"}))[0]
     assert layer.gate.config.bias_step == 0.0 and layer.gate.config.groups == 4
     assert layer.gate.bias_E.dtype is torch.float32 and layer.gate.bias_E.any()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("given", [{}, {"jitter": 0.0}, {"jitter": 0.3}])
+def test_jitter_is_the_users_before_that_of_the_configuration(given: dict[str, float]) -> None:
+    model = small("mixtral", router_jitter_noise=0.1)
+    config = MoEConfig(num_experts=5, top_k=2, gate={"name": "topk", **given})
+    layers = apply_dmoe(model, config)
+    assert [layer.config.gate["jitter"] for layer in layers] == [given.get("jitter", 0.1)] * 3
