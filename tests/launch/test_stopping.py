@@ -108,7 +108,7 @@ def test_settings_are_the_run_s(tmp_path) -> None:
 STARTING = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-print(f"terminal: {sys.stderr.isatty()}, threads: {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
+os.write(2, f"terminal: {sys.stderr.isatty()}, threads: {os.environ['OMP_NUM_THREADS']}\\n".encode())  # at once
 time.sleep(60)
 """
 
