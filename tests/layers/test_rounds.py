@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from foundry_moe.layers.rounds import compute_in_rounds
+from foundry_moe.layers.rounds import _add_gradient, compute_in_rounds
 from foundry_moe.ops import expert_mlp, plan_permute
 
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 50, 3, 4, 8, 12
@@ -116,3 +116,10 @@ def test_frozen_experts_and_tokens_get_no_gradient():
     other = v1.clone().requires_grad_()
     in_rounds(x, weights, w1, other, w2).sin().sum().backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_a_gradient_of_a_later_round_is_freed_once_it_is_added():
+    leaf, place = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    _add_gradient(leaf, place)
+    (3 * leaf).sum().backward()
+    assert torch.equal(place, torch.full((3,), 5.0)) and leaf.grad is None
