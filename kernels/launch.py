@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,25 +29,25 @@ if _DIRECT:
     from triton import knobs
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 _known: dict[tuple[Any, ...], _Compiled] = {}
-_compiles_only = False
+_compiling = 0  # the thread in `compile_only`
 
 
 @contextmanager
 def compile_only(threads: int) -> Iterator[bool]:
-    """Launches within compile their kernels, several at a time, and run none; all are compiled at the end.
+    """Launches of this thread compile their kernels, several at a time, and run none; all are compiled at the end.
 
     Yields False, and changes nothing, where Triton is not the version that launches are made for.
     """
-    global _compiles_only
+    global _compiling
     if not _DIRECT:
         yield False
         return
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
-        _compiles_only = True
+        _compiling = threading.get_ident()
         try:
             yield True
         finally:
-            _compiles_only = False
+            _compiling = 0
 
 
 # Triton's own functions look for constants to unwrap first: 0.4 ms of a layer's step under cProfile, 41 calls
@@ -130,7 +131,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             must follow from its dtype and box.
         constants: the kernel's constants and options of the launch.
     """
-    if _compiles_only:
+    if _compiling and _compiling == threading.get_ident():
         given = [a[0](*a[1:]) if type(a) is tuple else a for a in arguments]
         kernel.run(*given, grid=grid, warmup=True, **constants)
         return

@@ -139,19 +139,17 @@ def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = F
 
 
 def _has_whole_weights(module: nn.Module) -> bool:
-    """Whether this rank shares no weight of a module that FSDP2 wraps, except with replicas.
+    """Whether this rank shares no weight of a module that FSDP2 wraps, except with replicas, and all have gradients.
 
     FSDP2 then adds a microbatch's gradients in 10 bytes of memory traffic per weight, and in 26 where it prepares to
     reduce them over a shard group of one rank.
     """
-    meshes = {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    sizes = [
-        size
-        for mesh in meshes
-        for size, name in zip(mesh.shape, mesh.mesh_dim_names or (), strict=True)
-        if name.startswith("shard")
-    ]
-    return bool(sizes) and max(sizes) == 1
+    trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained or any(parameter.grad is None or not isinstance(parameter, DTensor) for parameter in trained):
+        return False
+    meshes = {parameter.device_mesh for parameter in trained}
+    sizes = [pair for mesh in meshes for pair in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)]
+    return max((size for name, size in sizes if name.startswith("shard")), default=2) == 1
 
 
 def count_samples(batch: Any) -> int | None:
@@ -190,7 +188,9 @@ class MeshGradients(Algorithm):
         self.keeps_weights = keeps_weights
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
-        self._whole: set[nn.Module] = set()  # noted once: FSDP2 replaces parameters while it has gathered them
+        # noted after the first batch: FSDP2 replaces parameters while it has gathered them, and has to have gathered
+        # those of a module before it can add their gradients
+        self._whole: set[nn.Module] | None = None
         self._expected: int | None = None
         self._seen = 0
 
@@ -204,8 +204,6 @@ class MeshGradients(Algorithm):
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
-            modules = (module for module in state.model.modules() if isinstance(module, FSDPModule))
-            self._whole = {module for module in modules if _has_whole_weights(module)}
             for layer in moe_layers(state.model):
                 weight: Any = next(layer.experts.parameters())
                 in_block = isinstance(weight, DTensor) and not isinstance(layer.experts, FSDPModule)
@@ -218,7 +216,7 @@ class MeshGradients(Algorithm):
             last = self._expected is None or self._seen >= self._expected
             for module in state.model.modules():
                 if isinstance(module, FSDPModule):
-                    if self.replicated and module in self._whole:
+                    if self.replicated and module in (self._whole or ()):
                         module.set_requires_gradient_sync(last, recurse=False)
                     elif self.replicated:
                         module.set_requires_all_reduce(last, recurse=False)
@@ -234,13 +232,17 @@ class MeshGradients(Algorithm):
         return max(1, math.ceil(samples / size))
 
     def _clip(self, state: State, logger: Logger) -> None:
-        if self._expected is not None and self._seen != self._expected:
-            keys = "mesh: {replicate: 1} and " if self.replicated else ""
+        modules = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
+        if self._expected is not None and self._seen < self._expected and self.keeps_weights:
+            for module in modules:
+                module.reshard()
+        if self.replicated and self._expected is not None and self._seen != self._expected:
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
-                f"summed over replicas or weights not freed: use {keys}fsdp_config: {{{RESHARD}: true}} with this "
-                "data loader"
+                "summed over all ranks: use mesh: {replicate: 1} with this data loader"
             )
+        if self.replicated and self._whole is None:
+            self._whole = {module for module in modules if _has_whole_weights(module)}
         if self.clipping_type == "norm":
             parameters = list(state.model.parameters())
             norm = gradient_norm(parameters)

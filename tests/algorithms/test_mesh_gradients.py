@@ -66,16 +66,26 @@ def test_weights_that_are_kept_are_freed_by_the_last_microbatch(monkeypatch: pyt
 
 
 def test_whole_weights_are_reduced_in_the_last_microbatch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though FSDP2 installs parameters of another kind once it has gathered the weights."""
+    """From the second batch on, though FSDP2 installs parameters of another kind once it has gathered the weights."""
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
     model, algorithm = _Recorder(), MeshGradients(replicated=True, keeps_weights=True)
     whole = [True]
     monkeypatch.setattr(mesh_callback, "_has_whole_weights", lambda module: whole.pop())
     state: Any = SimpleNamespace(batch=torch.zeros(6, 3), device_train_microbatch_size=2, model=model)
-    monkeypatch.setattr(mesh_callback, "moe_layers", lambda model: [])
-    for event in (Event.BEFORE_LOAD, Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_FORWARD] * 3):
+    for event in (Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_FORWARD] * 3, Event.AFTER_TRAIN_BATCH) * 2:
         algorithm.apply(event, state, None)  # type: ignore[arg-type]
-    assert (model.seen, model.reduced) == ([], [False, False, True])
+    assert (model.seen, model.reduced) == ([False, False, True], [False, False, True])
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_without_replicas_another_number_of_microbatches_only_frees_weights(
+    monkeypatch: pytest.MonkeyPatch, microbatches: int
+) -> None:
+    freed: list[bool] = []
+    monkeypatch.setattr(_Recorder, "reshard", lambda self: freed.append(True), raising=False)
+    batch = {"input_ids": torch.zeros(7, 3)}
+    _run(monkeypatch, batch, 3, microbatches, replicated=False, keeps_weights=True)
+    assert freed == [True] * (microbatches < 3)
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

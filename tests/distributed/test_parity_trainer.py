@@ -26,6 +26,7 @@ def test_two_processes_equal_one() -> None:
     checkpointing = {"fsdp_config.activation_checkpointing": True}
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(1, 2, 1)]
     runs += [mesh(2, 1, 1)] if can_replicate("cpu") else []
+    kept = len(runs)
     runs += [mesh(1, 2, 1, **{"fsdp_config.reshard_after_forward": False})]
     value = {
         "algorithms.gradient_clipping.clipping_type": "value",
@@ -36,6 +37,12 @@ def test_two_processes_equal_one() -> None:
     results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=2, preload=PRELOAD)
     expected = alone(2)
     assert "GradientClipping" in expected["algorithms"]
+    # six units of FSDP2, three batches of four microbatches: twice in each, or once in a batch
+    assert [results[run]["gathers"] for run in (2, kept)] == [144, 18]
+    if can_replicate(
+        "cpu"
+    ):  # of five units in each microbatch; once per batch from the second on, of the embedding twice
+        assert [results[run]["reductions"] for run in (2, 3)] == [60, 32]
     for run in results[:-1]:
         assert "MeshGradients" in run["algorithms"] and "GradientClipping" not in run["algorithms"]
         assert len(run["norms"]) == 3 and min(run["norms"]) > 0.5, "the threshold must bite"

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
+
+_called: Counter[str] = Counter()
+
+
+def _counted(name: str) -> None:
+    function = getattr(param_group, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _called[name] += 1
+        return function(*args, **kwargs)
+
+    setattr(param_group, name, call)
+
+
+for name in ("foreach_all_gather", "foreach_reduce"):
+    _counted(name)
 
 
 def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Trains from a YAML with overrides; None takes a key out.
 
     Returns:
-        losses, norms, names of algorithms, and by parameter name placements and whole weights.
+        losses, norms, names of algorithms, how often FSDP2 gathered weights and reduced gradients, and by parameter
+        name placements and whole weights.
     """
     os.environ["FSDP_VERSION"] = "2"
     from llmfoundry.command_utils import train
+
+    _called.clear()
 
     config = OmegaConf.load(path)
     for key, value in overrides.items():
@@ -34,6 +55,8 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": [float(value) for _, value in history["loss/train/total"]],
         "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
+        "gathers": _called["foreach_all_gather"],
+        "reductions": _called["foreach_reduce"],
         "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
         "placements": {name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()},
         "weights": {

@@ -1,5 +1,6 @@
 """Direct launches: how kinds of arguments are distinguished, and that nothing else changes."""
 
+import threading
 import types
 
 import pytest
@@ -116,6 +117,28 @@ def test_arguments_that_triton_compiles_for_are_kinds_of_their_own(direct):
     for x_, n, a, warps in kinds:
         module.launch(kernel, (1,), x_, n, A=a, B=0, num_warps=warps)
     assert len(kernel.slow) == len(kinds) and not kernel.fast
+
+
+def test_launches_of_one_thread_only_compile_within_compile_only(direct):
+    kernel, compiled = Kernel(), []
+    kernel.run = lambda *args, grid, warmup, **constants: compiled.append((args, grid, warmup, constants))
+    with module.compile_only(2) as compiles:
+        module.launch(kernel, (3,), 1.5, 7, A=1, B=2)
+        other = threading.Thread(target=module.launch, args=(kernel, (4,), 2.5, 8), kwargs={"A": 1, "B": 2})
+        other.start()
+        other.join()
+    assert compiles and compiled == [((1.5, 7), (3,), True, {"A": 1, "B": 2})]
+    assert [grid for grid, *_ in kernel.slow] == [(4,)]
+    module.launch(kernel, (5,), 1.5, 7, A=1, B=2)
+    assert len(compiled) == 1 and len(kernel.fast) == 1
+
+
+def test_other_versions_of_triton_compile_while_they_launch(monkeypatch):
+    monkeypatch.setattr(module, "_DIRECT", False)
+    kernel = Kernel()
+    with module.compile_only(2) as compiles:
+        module.launch(kernel, (3,), 1.5, 7, A=1, B=2)
+    assert not compiles and len(kernel.slow) == 1
 
 
 def test_hooks_and_other_versions_take_tritons_way(direct, monkeypatch):
