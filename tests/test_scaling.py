@@ -17,10 +17,13 @@ def test_meshes_use_every_gpu():
     assert meshes_of(8) == [(1, 1, 8), (1, 8, 1), (2, 1, 4)]
 
 
+KEYS = ["model.moe.mesh.buffer=1.5"]
+
+
 @pytest.mark.parametrize("run", LAYERS)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
 def test_every_launch_is_a_run_that_can_start(run, mesh):
-    arguments = argparse.Namespace(run=run, layers=None, microbatches=2, keys=["model.moe.mesh.buffer=1.5"])
+    arguments = argparse.Namespace(run=run, layers=None, microbatches=2, balanced=False, keys=KEYS)
     command = command_of(mesh, arguments)
     at = command.index("benchmarks/train_step.py")
     config = plain(load_run(command[at + 1], command[at + 2 :]))
