@@ -14,9 +14,10 @@ import torch
 from foundry_moe import flops_per_token, num_active_params, num_params
 from foundry_moe.cli import parse
 from foundry_moe.commands.plan.command import format_plan, plan_command, planned_backend
+from foundry_moe.commands.plan.constants import shipped_constants
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
 from foundry_moe.commands.plan.shape import read_shape
-from foundry_moe.commands.plan.step import GIB, ranks_per_token
+from foundry_moe.commands.plan.step import GATHER, GIB, Message, Step, _exposed_s, message_s, ranks_per_token
 from tests.helpers.plans import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick
@@ -172,6 +173,80 @@ def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
 
     assert held(expert=8, shard=2) == pytest.approx(held(expert=4, shard=4)) == pytest.approx(held(expert=1, shard=16))
     assert held(expert=8, shard=1, replicate=2) == pytest.approx(2 * held(expert=8, shard=2))
+
+
+RESHARD = "fsdp_config__reshard_after_forward"
+
+
+@pytest.mark.parametrize(("resharded", "gathers"), [(False, 1), (True, 2 * 8)])
+def test_kept_weights_are_gathered_once_per_batch(resharded: bool, gathers: int) -> None:
+    keys = {RESHARD: resharded, "device_train_microbatch_size": 1, "global_train_batch_size": 64}
+    plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=8, per_node=8, gib=141)
+    counts = {message.name: message.count for message in plan.messages}
+    assert (counts["all-gather dense"], counts["all-gather experts"]) == (17 * gathers, 16 * gathers)
+    assert (counts["reduce-scatter dense"], counts["reduce-scatter experts"]) == (17 * 8, 16 * 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "first", "second", "later"),
+    [
+        # cast and laid out, and the part of a GPU to its place and, after the first, to the sum
+        ((1, 2, 1), 6 + 4, 6 + 4 + 6, 6 + 4 + 6),
+        # replicas of whole weights: cast; added as they come; the last time, the sum is laid out and to its place, in
+        # place of the one gradient
+        ((2, 1, 1), 6 + 8, 10 + 8, 10),
+    ],
+)
+def test_bytes_of_gradients_by_microbatch(
+    mesh: tuple[int, int, int], first: float, second: float, later: float
+) -> None:
+    widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+    times = []
+    for microbatches in (1, 2, 3, 4):
+        keys = {RESHARD: False, "model__moe__mesh": widths, "global_train_batch_size": 2 * 4 * microbatches}
+        plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=2, per_node=2, gib=141)
+        assert plan.step.microbatches == microbatches
+        per_s = plan.machine.constants.memory_bytes_per_s / plan.shape.num_params
+        times.append(plan.time["FSDP's copies"] * per_s)
+    gathered = 6 / mesh[1] + 4  # once: the cast of the part of a GPU, and the copy of all
+    assert times == pytest.approx([gathered + first + n for n in (0, second, second + later, second + 2 * later)])
+
+
+@pytest.mark.parametrize(("mesh", "later"), [((2, 1, 2), 10), ((1, 1, 2), 6 + 8 + 12)])
+def test_experts_of_one_rank_are_whole_weights_if_there_are_replicas(mesh: tuple[int, int, int], later: float) -> None:
+    widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+    gpus = math.prod(mesh)
+    times = []
+    for microbatches in (2, 3):
+        keys = {RESHARD: False, "model__moe__mesh": widths, "global_train_batch_size": 4 * gpus * microbatches}
+        plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=gpus, per_node=4, gib=141)
+        times.append(plan.time["FSDP's copies"] * plan.machine.constants.memory_bytes_per_s)
+    dense, experts = plan.shape.num_params - plan.shape.experts, plan.shape.experts / 2
+    assert times[1] - times[0] == pytest.approx((6 + 4 + 6) * dense + later * experts)
+
+
+@pytest.mark.parametrize(
+    ("resharded", "sent_s", "first", "passes"),
+    [
+        # one of ten gathers, and all of them beside the first forward pass
+        (False, 0.01, 0.001, [(0.01, 0.2)]),
+        (False, 3.0, 0.3, [(3.0, 0.2)]),
+        # four of ten gathers, and half of them beside all passes of each kind
+        (True, 0.1, 0.04, [(0.05, 0.8), (0.05, 1.6)]),
+        (True, 3.0, 1.2, [(1.5, 0.8), (1.5, 1.6)]),
+    ],
+)
+def test_gathers_are_hidden_by_the_passes_that_wait_for_them(
+    resharded: bool, sent_s: float, first: float, passes: list[tuple[float, float]]
+) -> None:
+    constants, busy_s = shipped_constants("h200"), 2.4  # of four microbatches; a forward pass of one takes 0.2
+    step = Step(tokens=1, microbatches=4, width=2, state_bytes=8, checkpointed=False, resharded=resharded)
+    link = constants.all_gather
+    size = (sent_s - 10 * link.latency_s) * link.bytes_per_s / 10
+    gathers = Message(name="", kind=GATHER, count=10, ranks=2, nodes=1, bytes=size)
+    assert message_s(gathers, constants) == pytest.approx(sent_s)
+    exposed = first + sum(max(sent - work, 0) + constants.contention * min(sent, work) for sent, work in passes)
+    assert _exposed_s(step, (gathers,), busy_s, constants) == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize(

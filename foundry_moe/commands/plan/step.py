@@ -23,6 +23,9 @@ LOGIT_BYTES = 30  # for each logit, forward and backward: cast to fp32, log-soft
 CLIP_BYTES, STEP_BYTES = 12, 20  # for each parameter: norm and scaling of its gradient; AdamW, beside its state
 CAST_BYTES, COPY_BYTES = 6, 4  # fp32 part to bf16; a gathered parameter to where it is used
 GRADIENT_BYTES, REDUCED_BYTES = 6, 8  # bf16 gradient to fp32, laid out by rank; the reduced part to its place
+# A later microbatch's gradient, in fp32 or bf16, to the sum of the earlier ones. On an H200 each of 15 microbatches
+# took 10.7 ms more than the first (RESULTS.md, Muon: OLMoE with AdamW); 12 bytes take 9.1.
+ADDED_BYTES, ADDED_BF16_BYTES = 12, 10
 # Rows of the fullest rank over the mean, less 1, if many ranks share experts with a balance loss: in a profile of mesh
 # (1, 1, 4) the all-to-all takes 84 ms, of which its bytes and launches take 57 and the wait for the fullest rank 27.
 UNEVEN = 0.2
@@ -38,7 +41,7 @@ class Step:
     tokens: of a microbatch on one GPU. microbatches: in a step.
     width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
         parameter. muon: hidden matrices have one moment, 4 bytes less.
-    checkpointed: activations are recomputed. resharded: weights are gathered again for the backward pass.
+    checkpointed: activations are recomputed. resharded: weights are freed after each pass, else after the last one.
     """
 
     tokens: int
@@ -49,6 +52,11 @@ class Step:
     resharded: bool
     stored: int = 4
     muon: bool = False
+
+    @property
+    def gathers(self) -> int:
+        """Gathers of each weight: for both passes of each microbatch, or one that is kept to the end of the batch."""
+        return 2 * self.microbatches if self.resharded else 1
 
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
@@ -98,7 +106,6 @@ class Message:
 
 def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message, ...]:
     """The messages that one GPU sends in a step, without the sum of the experts' counts (under 0.3% of its time)."""
-    gathers = step.microbatches * (2 if step.resharded else 1)
     # FSDP's units: their number, the parameters of one, those with gradients, the ranks that shard it, and the
     # distance between these ranks
     block = shape.dense / (shape.layers + 1)
@@ -110,7 +117,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     found = []
     for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
-            _collective(mesh, GATHER, what, units_ * gathers, step.width * size, (ranks, stride)),
+            _collective(mesh, GATHER, what, units_ * step.gathers, step.width * size, (ranks, stride)),
             _collective(mesh, REDUCE, what, units_ * step.microbatches, 4 * trained, (ranks, stride)),
             # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
@@ -198,7 +205,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
         gradients = (width + 4) * trained_unit
         at_end = 4 * trained + layer + 2 * width * unit + gradients
-        if not step.resharded:  # all blocks stay gathered until the last block's backward pass, few until the end
+        if not step.resharded:  # all blocks stay gathered until their last backward pass, few until the batch's end
             whole = width * (shape.dense + shape.moe_layers * shape.experts_per_layer / mesh.expert)
             at_loss, at_end = max(at_loss, at_loss - logits + gradients), at_end - whole + gathered
             gathered = whole
@@ -324,29 +331,42 @@ def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
     cast = held if step.stored == 4 else trained
     if mesh.world_size == 1:  # autocast casts weights, and their gradients back
-        return step.microbatches * CAST_BYTES * (cast + trained) if step.width == 2 else 0.0
+        casts = step.microbatches * CAST_BYTES * (cast + trained) if step.width == 2 else 0.0
+        return casts + (step.microbatches - 1) * ADDED_BYTES * trained
     whole = shape.dense + shape.moe_layers * (shape.experts_per_layer + shape.adapters_per_layer) / mesh.expert
-    reduced = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_per_layer / mesh.expert
-    gathers = step.microbatches * (2 if step.resharded else 1)
-    gathered = gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
-    return gathered + step.microbatches * (GRADIENT_BYTES * reduced + REDUCED_BYTES * trained)
+    gathered = step.gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
+    dense = shape.dense * shape.trained_share
+    experts = shape.moe_layers * shape.trained_experts_per_layer / mesh.expert
+    return gathered + sum(
+        weights * _gradient_bytes(mesh, step.microbatches, ranks)
+        for weights, ranks in ((dense, mesh.dense_shard), (experts, mesh.shard))
+    )
+
+
+def _gradient_bytes(mesh: MeshPlan, microbatches: int, ranks: int) -> float:
+    """Of one weight's gradient, beside the messages of its reduction over a shard group of `ranks`."""
+    later = microbatches - 1
+    if later and mesh.replicate > 1 and ranks == 1:  # added as they come; their sum is laid out and reduced
+        return GRADIENT_BYTES + later * ADDED_BF16_BYTES + 2 * REDUCED_BYTES
+    return microbatches * (GRADIENT_BYTES + REDUCED_BYTES / ranks) + later * ADDED_BYTES / ranks
 
 
 def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constants: Constants) -> float:
     """Seconds that gathers and reductions add to a step whose arithmetic takes `busy_s`."""
+    forward = step.microbatches if step.resharded else 1  # forward passes that gather
     seconds = {GATHER: 0.0, REDUCE: 0.0, ALL_REDUCE: 0.0}
     exposed = 0.0
     for message in messages:
         if message.kind in seconds:
             took = message_s(message, constants)
             seconds[message.kind] += took
-            # the first gather of each microbatch, and the last reduction of the step
-            exposed += took / message.count * (step.microbatches if message.kind == GATHER else 1)
-    gathers = 2 if step.resharded else 1
+            # the first gather of each of these passes, and the last reduction of the step
+            exposed += took / message.count * (forward if message.kind == GATHER else 1)
     forward_s = busy_s * (1 / 4 if step.checkpointed else FORWARD)
+    gathered_s = seconds[GATHER] * forward / step.gathers
     for work_s, sent_s in (
-        (forward_s, seconds[GATHER] / gathers),
-        (busy_s - forward_s, seconds[GATHER] * (1 - 1 / gathers) + seconds[REDUCE] + seconds[ALL_REDUCE]),
+        (forward_s * forward / step.microbatches, gathered_s),
+        (busy_s - forward_s, seconds[GATHER] - gathered_s + seconds[REDUCE] + seconds[ALL_REDUCE]),
     ):
         exposed += max(sent_s - work_s, 0.0) + constants.contention * min(sent_s, work_s)
     return exposed
