@@ -10,6 +10,7 @@ rank's. Shapes: T tokens, D model width, F expert width, E experts, K choices, H
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -222,6 +223,7 @@ def _contention(device: torch.device, whole: Tensor, part: Tensor) -> float:
 
 def main() -> None:
     """Prints the constants that rank 0 has measured, as JSON."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
