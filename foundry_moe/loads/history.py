@@ -1,11 +1,13 @@
 """Reads the JSON lines of `callbacks.expert_load.file` as a bounded number of points in time.
 
+The file is not trusted: a bad line is an error in one sentence.
 Shapes: N points in time, L layers, E experts.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,8 @@ from foundry_moe.schema import UserError
 
 POINTS = 120  # columns of a heat map over time, at most
 EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) experts process all tokens
+MOST_LINE_BYTES = 32 * 2**20
+_MOST_COUNT = 2**50  # sums of a thousand such counts are exact in fp64
 _MOST_CELLS = 2**20  # counts on the page, of 5 bytes each; many layers and experts give fewer points
 _LOSS = "loss/train/total"
 
@@ -76,8 +80,8 @@ def read_history(path: Path) -> LoadHistory:
     number, each, most = 0, 1, POINTS
     try:
         with path.open("rb") as file:
-            for raw in file:
-                if not raw.endswith(b"\n"):
+            for raw in iter(lambda: file.readline(MOST_LINE_BYTES), b""):
+                if raw.startswith(b"{") and not raw.endswith(b"\n") and len(raw) < MOST_LINE_BYTES:
                     break
                 number += 1
                 line, found = _parse(raw, f"{path} line {number}")
@@ -107,10 +111,11 @@ def _parse(raw: bytes, where: str) -> tuple[LoadPoint, tuple[int, ...]]:
         value = json.loads(raw)
         loads_LE = np.array(list(value["loads"].values()), dtype=np.float64)
         loss = value.get("metrics", {}).get(_LOSS)
-        point = LoadPoint(int(value["batch"]), loads_LE, np.nan if loss is None else float(loss))
+        point = LoadPoint(operator.index(value["batch"]), loads_LE, np.nan if loss is None else float(loss))
         layers = tuple(map(int, value["loads"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{where} is not one that callbacks.expert_load writes") from error
-    if loads_LE.ndim != 2 or not loads_LE.size or not (loads_LE >= 0).all():
+    valid = loads_LE.ndim == 2 and loads_LE.size and bool(((loads_LE >= 0) & (loads_LE <= _MOST_COUNT)).all())
+    if not valid or point.end < 0 or len(set(layers)) < len(layers):
         raise UserError(f"{where} is not one that callbacks.expert_load writes")
     return point, layers

@@ -41,18 +41,24 @@ BAD = {
     '{"batch": 2, "loads": {"0": [NaN, 1]}}': FORM,
     "[1, 2]": FORM,
     '{"batch": 2}': FORM,
+    line("2"): FORM,
+    line(-1): FORM,
+    line(2.5): FORM,
     line(1): OTHER,
     line(2, {"0": [3, 1]}): OTHER,
     line(2, {"0": [3, 1, 1], "2": [1, 1, 1]}): OTHER,
     line(2, {"<b>": [1, 2]}): FORM,
+    line(2, {"0": [1, 2], "00": [1, 2]}): FORM,
     '{"batch": 2, "loads": [1]}': FORM,
     '{"batch": 2, "loads": {}}': FORM,
     line(2, {"0": "12"}): FORM,
     line(2, {"0": []}): FORM,
     line(2, {"0": [1], "2": [1, 2]}): FORM,
     line(2, {"0": [1, -2]}): FORM,
+    line(2, {"0": [1, 10**30]}): FORM,
     line(2, metrics=[1]): FORM,
     line(2, metrics={"loss/train/total": "<script>"}): FORM,
+    line(2, metrics={"loss/train/total": 10**400}): FORM,
 }
 
 
@@ -66,13 +72,19 @@ def test_a_bad_line_is_one_sentence_with_its_number(bad, tmp_path, capsys):
     assert BAD[bad] in error and len(error) < 400 and not (tmp_path / "out.html").exists()
 
 
+def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("foundry_moe.loads.history.MOST_LINE_BYTES", 1000)
+    with pytest.raises(ValueError, match="line 1 is not one"):
+        read_history(written(tmp_path, "{" * 2000))
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "has no line yet"),
         (b"\xff\xfe\n", "line 1 is not one"),
-        (b"\xff\xfe", "has no line yet"),
+        (b"\xff\xfe", "line 1 is not one"),
     ],
 )
 def test_a_file_without_loads_is_one_sentence(content, sentence, tmp_path, capsys):
