@@ -58,7 +58,7 @@ def calibrate(device: torch.device, sizes: Sizes = Sizes()) -> Constants:
     """Collective: measures all GPUs at once. Without a process group the shipped constants of messages are assumed."""
     values = measure_rates(device, sizes)
     if dist.is_initialized():
-        values |= measure_messages(sizes.message_bytes)
+        values |= measure_messages(device, sizes.message_bytes)
     shipped = shipped_constants("h200")
     assumed = tuple(name for name in (*LINKS, "contention") if name not in values)
     return Constants(
@@ -155,11 +155,9 @@ def _median_s(step: Callable[[], object], between: Callable[[], object], device:
     return statistics.median(begin.elapsed_time(end) for begin, end in events[WARM_UP:]) / 1e3
 
 
-def measure_messages(message_bytes: Sequence[int]) -> dict[str, Any]:
+def measure_messages(device: torch.device, message_bytes: Sequence[int]) -> dict[str, Any]:
     """Every link and `contention`, by their names in `Constants`; runs on all ranks, equal on all."""
     ranks = dist.get_world_size()
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
     points: dict[str, list[tuple[float, float]]] = {}
     for size in message_bytes:
         numbers = size // 4 // ranks * ranks
@@ -173,7 +171,7 @@ def measure_messages(message_bytes: Sequence[int]) -> dict[str, Any]:
             points.setdefault(name, []).append((4 * numbers * (ranks - 1) / ranks, _slowest_s(message, device)))
     found: dict[str, Any] = {name: fit_link(measured) for name, measured in points.items()}
     # on a CPU messages use the cores of the products
-    found["contention"] = _contention(device, whole, part) if on_gpu else 1.0
+    found["contention"] = _contention(device, whole, part) if device.type == "cuda" else 1.0
     return found
 
 

@@ -156,6 +156,10 @@ class MeshConfig:
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"
 
+    def compiles(self, *, on_gpu: bool) -> bool:
+        """Whether blocks are to be compiled, if the model has any."""
+        return self.compile == "blocks" or (self.compile == AUTO and on_gpu)
+
 
 @suggests_keys
 @dataclass(frozen=True, kw_only=True)

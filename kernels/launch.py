@@ -123,6 +123,11 @@ class _Compiled:
         self.encode = triton.runtime.driver.active.utils.fill_tma_descriptor if self.maps else lambda *_: None
 
 
+def _built(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments, with Triton's descriptors in the place of tensor maps."""
+    return [a[0](*a[1:]) if type(a) is tuple else a for a in arguments]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """`kernel[grid](*arguments, **constants)`.
 
@@ -132,11 +137,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         constants: the kernel's constants and options of the launch.
     """
     if _compiling and _compiling == threading.get_ident():
-        given = [a[0](*a[1:]) if type(a) is tuple else a for a in arguments]
-        kernel.run(*given, grid=grid, warmup=True, **constants)
+        kernel.run(*_built(arguments), grid=grid, warmup=True, **constants)
         return
     if not _DIRECT or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        kernel[grid](*[a[0](*a[1:]) if type(a) is tuple else a for a in arguments], **constants)
+        kernel[grid](*_built(arguments), **constants)
         return
     device = torch._C._cuda_getDevice()  # of a process that has tensors on it, so that CUDA is initialised
     # The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a map's box. One flat
@@ -159,7 +163,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     except KeyError:
         found = None
     if found is None:
-        compiled = kernel[grid](*[a[0](*a[1:]) if type(a) is tuple else a for a in arguments], **constants)
+        compiled = kernel[grid](*_built(arguments), **constants)
         if hasattr(compiled, "function"):
             made = _Compiled(kernel, compiled, len(arguments), constants)
             if made.usable:

@@ -113,10 +113,9 @@ def _leave_unwrapped(model: nn.Module) -> None:
 
 
 def _compile(state: State, mesh_config: MeshConfig) -> None:
-    wanted = mesh_config.compile
-    if wanted == "none" or (wanted == "auto" and state.device.name != "gpu"):
+    if not mesh_config.compiles(on_gpu=state.device.name == "gpu"):
         return
-    if not compile_blocks(state.model) and wanted == "blocks":
+    if not compile_blocks(state.model) and mesh_config.compile == "blocks":
         raise UserError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 
@@ -127,29 +126,36 @@ def _clippings(state: State) -> list[GradientClipping]:
 def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = False) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
-    for composers in _clippings(state):
-        kind, threshold = composers.clipping_type, composers.clipping_threshold
+    for clipping in _clippings(state):
+        kind, threshold = clipping.clipping_type, clipping.clipping_threshold
         if kind not in CLIPPING:
             raise UserError(
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
-        state.algorithms.remove(composers)
-    clipping: dict[str, Any] = {"clipping_type": kind, "clipping_threshold": threshold}
-    state.algorithms.append(MeshGradients(replicated=replicated, keeps_weights=keeps_weights, **clipping))
+        state.algorithms.remove(clipping)
+    gradients = MeshGradients(
+        replicated=replicated, keeps_weights=keeps_weights, clipping_type=kind, clipping_threshold=threshold
+    )
+    state.algorithms.append(gradients)
+
+
+def _is_whole(weight: Any) -> bool:
+    """Whether a parameter is divided by FSDP2 and its shard groups have one rank: only replicas hold it too."""
+    if not isinstance(weight, DTensor):
+        return False
+    mesh = weight.device_mesh
+    named = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return max((size for name, size in named if name.startswith("shard")), default=2) == 1
 
 
 def _has_whole_weights(module: nn.Module) -> bool:
-    """Whether this rank shares no weight of a module that FSDP2 wraps, except with replicas, and all have gradients.
+    """Whether all trained weights of a module that FSDP2 wraps are whole and have gradients.
 
     FSDP2 then adds a microbatch's gradients in 10 bytes of memory traffic per weight, and in 26 where it prepares to
     reduce them over a shard group of one rank.
     """
-    trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trained or any(parameter.grad is None or not isinstance(parameter, DTensor) for parameter in trained):
-        return False
-    meshes = {parameter.device_mesh for parameter in trained}
-    sizes = [pair for mesh in meshes for pair in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)]
-    return max((size for name, size in sizes if name.startswith("shard")), default=2) == 1
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return bool(trained) and all(parameter.grad is not None and _is_whole(parameter) for parameter in trained)
 
 
 def count_samples(batch: Any) -> int | None:
@@ -191,6 +197,7 @@ class MeshGradients(Algorithm):
         # noted after the first batch: FSDP2 replaces parameters while it has gathered them, and has to have gathered
         # those of a module before it can add their gradients
         self._whole: set[nn.Module] | None = None
+        self._wrapped: list[Any] = []  # modules that FSDP2 wraps
         self._expected: int | None = None
         self._seen = 0
 
@@ -205,24 +212,24 @@ class MeshGradients(Algorithm):
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
             for layer in moe_layers(state.model):
-                weight: Any = next(layer.experts.parameters())
-                in_block = isinstance(weight, DTensor) and not isinstance(layer.experts, FSDPModule)
-                if in_block and weight.device_mesh.shape[-1] == 1:  # a rank has them whole: FSDP2 only casts them
+                in_block = not isinstance(layer.experts, FSDPModule)
+                if in_block and _is_whole(next(layer.experts.parameters())):  # FSDP2 only casts them
                     cast_in_one_pass(layer.experts)
         elif event == Event.BEFORE_TRAIN_BATCH:
+            self._wrapped = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
             self._expected, self._seen = self._microbatches(state), 0
         elif event == Event.BEFORE_FORWARD:
             self._seen += 1
             last = self._expected is None or self._seen >= self._expected
-            for module in state.model.modules():
-                if isinstance(module, FSDPModule):
-                    if self.replicated and module in (self._whole or ()):
-                        module.set_requires_gradient_sync(last, recurse=False)
-                    elif self.replicated:
-                        module.set_requires_all_reduce(last, recurse=False)
-                    if self.keeps_weights:
-                        module.set_reshard_after_backward(last, recurse=False)
+            for module in self._wrapped:
+                if module in (self._whole or ()):
+                    module.set_requires_gradient_sync(last, recurse=False)
+                elif self.replicated:
+                    module.set_requires_all_reduce(last, recurse=False)
+                if self.keeps_weights:
+                    module.set_reshard_after_backward(last, recurse=False)
         else:
+            self._end_batch()
             self._clip(state, logger)
 
     def _microbatches(self, state: State) -> int | None:
@@ -231,10 +238,10 @@ class MeshGradients(Algorithm):
             return None  # reduce and free after each microbatch, which is slower but always right
         return max(1, math.ceil(samples / size))
 
-    def _clip(self, state: State, logger: Logger) -> None:
-        modules = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
+    def _end_batch(self) -> None:
+        """Compares the number of microbatches with the expected one, and notes whole weights after the first batch."""
         if self._expected is not None and self._seen < self._expected and self.keeps_weights:
-            for module in modules:
+            for module in self._wrapped:
                 module.reshard()
         if self.replicated and self._expected is not None and self._seen != self._expected:
             raise RuntimeError(
@@ -242,7 +249,9 @@ class MeshGradients(Algorithm):
                 "summed over all ranks: use mesh: {replicate: 1} with this data loader"
             )
         if self.replicated and self._whole is None:
-            self._whole = {module for module in modules if _has_whole_weights(module)}
+            self._whole = {module for module in self._wrapped if _has_whole_weights(module)}
+
+    def _clip(self, state: State, logger: Logger) -> None:
         if self.clipping_type == "norm":
             parameters = list(state.model.parameters())
             norm = gradient_norm(parameters)

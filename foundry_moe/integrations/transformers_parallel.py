@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.config import AUTO, MeshConfig
+from foundry_moe.config import MeshConfig
 from foundry_moe.integrations.transformers import NAME, _unread, register
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops import PermutePlan
@@ -106,8 +106,11 @@ def parallelize(
     mapping = _conversions(model) if weights is not None else []  # FSDP2 changes the classes that it goes by
     sharded: set[nn.Module] = set()
     blocks = _blocks(model)
-    if mesh_config.compile == "blocks" or (mesh_config.compile == AUTO and device.type == "cuda" and blocks[:-1]):
-        _compile(model, blocks[:-1], found.values())
+    if mesh_config.compiles(on_gpu=device.type == "cuda"):
+        if blocks[:-1]:
+            _compile(model, blocks[:-1], found.values())
+        elif mesh_config.compile == "blocks":
+            raise UserError("mesh.compile (blocks): the model names no blocks (`_no_split_modules`); use compile: none")
     for block in blocks:
         if weights is None:
             _draw(block, owners, device)
@@ -186,8 +189,6 @@ def _compile(model: Any, blocks: Sequence[nn.Module], all_experts: Iterable[nn.M
     A block's class gets a subclass with the compiled forward: transformers wraps the forward of every new class to
     checkpoint gradients, and inside of the compiled function a checkpoint would be run without compilation.
     """
-    if not blocks:
-        raise UserError("mesh.compile (blocks): the model names no blocks (`_no_split_modules`); use compile: none")
     allow_compilations(len(blocks))
     # transformers adds hooks that record router logits at the first call that asks for them
     torch._dynamo.config.skip_nnmodule_hook_guards = False

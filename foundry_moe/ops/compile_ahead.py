@@ -57,13 +57,18 @@ def run_once(kind: Hashable, plan: ExpertPlan, run: Callable[[], None]) -> None:
 
 def _threads() -> int:
     """This process's share of the cores, 8 at most: one H200 was no faster with 12."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // _processes()))
+
+
+def _processes() -> int:
+    """Of this node."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def run_all_loads(experts: int, run: Callable[[], None]) -> None:
     """Calls `run` with the tiles of every load of this many experts."""
     loads = tuning.all_loads()
-    first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // _processes()
     first %= len(loads)
     for rows_per_expert in loads[first:] + loads[:first]:
         with tuning.pretend(rows_per_expert, experts):

@@ -14,12 +14,12 @@ NORM_EPS = 1e-7  # as in torch.optim.Muon
 RESTART = 3  # iterations on one Gram matrix
 
 
-def orthogonalize(x_NRC: Tensor, steps: int = 5, *, gram: bool = True) -> Tensor:
+def orthogonalize(x_NRC: Tensor, steps: int = 5) -> Tensor:
     """Maps the singular values of each matrix to about 1 (0.7 to 1.2).
 
     Sums are in fp32 or the dtype of `x_NRC`. bf16 on Hopper: see `iterate_on_gram`, the result is fp16.
     """
-    on_gram = gram and x_NRC.dtype == torch.bfloat16 and supported(x_NRC)
+    on_gram = x_NRC.dtype == torch.bfloat16 and supported(x_NRC)
     dtype = torch.float32 if on_gram else x_NRC.dtype
     norm = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True, dtype=dtype).clamp(min=NORM_EPS)
     if not on_gram:

@@ -39,9 +39,8 @@ def test_two_processes_equal_one() -> None:
     assert "GradientClipping" in expected["algorithms"]
     # six units of FSDP2, three batches of four microbatches: twice in each, or once in a batch
     assert [results[run]["gathers"] for run in (2, kept)] == [144, 18]
-    if can_replicate(
-        "cpu"
-    ):  # of five units in each microbatch; once per batch from the second on, of the embedding twice
+    if can_replicate("cpu"):
+        # of five units in each microbatch; once per batch from the second on, of the embedding twice
         assert [results[run]["reductions"] for run in (2, 3)] == [60, 32]
     for run in results[:-1]:
         assert "MeshGradients" in run["algorithms"] and "GradientClipping" not in run["algorithms"]
