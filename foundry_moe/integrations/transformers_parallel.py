@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,8 +128,7 @@ def parallelize(
                 meshes,
                 dimension_of=lambda parameter: _shard_dimension(parameter, plan),
                 device=device,
-                # combine weights stay as exact as the router gives them; tokens are cast by the backend
-                mp_policy=replace(policy, cast_forward_inputs=False),
+                mp_policy=policy,
                 reshard_after_forward=reshard_after_forward,
             )
             sharded.add(experts)

@@ -18,10 +18,7 @@ from foundry_moe.ops import PermutePlan, plan_permute
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Tokens that are dispatched in rounds, and no tuple: FSDP2 must not cast combine weights.
-
-    tokens: of each round. choices: of all tokens.
-    """
+    """Tokens that are dispatched in rounds: those of each round, and the choices of all."""
 
     dispatcher: Dispatcher
     tokens: tuple[slice, ...]

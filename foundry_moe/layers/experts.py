@@ -18,7 +18,7 @@ from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Parts
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.layers.rounds import PassThrough, compute_in_rounds
+from foundry_moe.layers.rounds import compute_in_rounds
 from foundry_moe.ops import POINTWISE, Biases, expert_mlp
 from foundry_moe.ops.lora import Adapter, Adapters
 
@@ -78,7 +78,7 @@ class ExpertsBase(nn.Module):
     def operands(self, rows: Dispatched, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The first arguments of `expert_mlp`."""
         w1, v1, w2 = tensors[:3]
-        # received rows bypass FSDP2's input cast, so they are cast here outside autocast
+        # FSDP2 casts no inputs of experts, so rows are cast here outside autocast
         x_QD = rows.x if torch.is_autocast_enabled(rows.x.device.type) else rows.x.to(w1.dtype)
         return x_QD, rows.weights, rows.plan, w1, v1, w2
 
@@ -98,9 +98,7 @@ class ExpertsBase(nn.Module):
             y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
             return dispatcher.combine(received.send_back(y_QD))
 
-        # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
-        weights_TK = PassThrough.apply(rows.weights, choices.weights_TK)
-        return compute_in_rounds(compute_round, parts.tokens, rows.x, weights_TK, tensors)
+        return compute_in_rounds(compute_round, parts.tokens, rows.x, rows.weights, tensors)
 
 
 def adapters_on() -> bool:

@@ -44,19 +44,6 @@ def compute_in_rounds(
     return _FirstRound.apply(y_TD, compute(0, x_first, weights_first, *parameters_again))
 
 
-class PassThrough(torch.autograd.Function):
-    """The tensor. Its backward pass also reaches `link`, which is empty."""
-
-    @staticmethod
-    def forward(ctx: Any, link: Tensor, tensor: Tensor) -> Tensor:
-        ctx.link = torch.empty_like(link)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return ctx.link, gradients[0]
-
-
 class _LaterRounds(torch.autograd.Function):
     """Results of all rounds but the first, whose rows stay undefined, and the inputs of the first.
 

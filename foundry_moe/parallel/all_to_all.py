@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -196,12 +197,9 @@ class AllToAllDispatcher(Dispatcher):
             if part is None:
                 rounds = self.once((self, "rounds"), lambda: self._rounds(counts_PP2[..., 1], experts_TK))
         if len(rounds) > 1:
-            # The tuple holds an empty slice of the weights, since FSDP2 would cast the weights themselves. The slice is
-            # needed where weights need a gradient and tokens do not: FSDP2 reduces in the same order on all ranks only
-            # if it finds a tensor with a gradient.
             choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK)
             parts = Parts(dispatcher=self, tokens=rounds, choices=choices)
-            return Dispatched(x_TD, weights_TK[:0], parts=parts)
+            return Dispatched(x_TD, weights_TK, parts=parts)
         exchange = self.plan_exchange(counts_PP2, row_TC)
         return Dispatched(
             weights=_Start.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
@@ -284,12 +282,13 @@ class AllToAllDispatcher(Dispatcher):
         """Splits of this rank's messages. Arguments: of `gather_counts` and `plan_dispatch`."""
         node, local = divmod(self.rank, self.ranks_per_node)
         shape = (self.nodes, self.ranks_per_node)
-        rows_NLNL = counts_PP2[..., 0].view(*shape, *shape)  # from (node, rank of it) to (node, rank of it)
+        rows_PP, choices_PP = np.moveaxis(counts_PP2.numpy(), 2, 0)  # a tenth of torch's time for so few numbers
+        rows_NLNL = rows_PP.reshape(*shape, *shape)  # from (node, rank of it) to (node, rank of it)
         middle_LN = rows_NLNL[node, :, :, local]  # what ranks of this node send by way of this one
         stages = [(rows_NLNL[node, local].sum(0).tolist(), middle_LN.sum(1).tolist())]
         if self.nodes > 1:
             stages.append((middle_LN.sum(0).tolist(), rows_NLNL[:, :, node, local].sum(1).tolist()))
-        return Exchange(self, row_TC, stages, middle_LN.tolist(), int(counts_PP2[:, self.rank, 1].sum()))
+        return Exchange(self, row_TC, stages, middle_LN.tolist(), int(choices_PP[:, self.rank].sum()))
 
 
 @functools.cache

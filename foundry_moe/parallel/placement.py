@@ -263,7 +263,8 @@ def shard_experts(
         mesh=meshes.experts,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=lambda parameter: Shard(dimension_of(parameter)),
-        mp_policy=mp_policy,
+        # experts cast their rows themselves; combine weights stay as they are
+        mp_policy=replace(mp_policy, cast_forward_inputs=False),
     )
 
 

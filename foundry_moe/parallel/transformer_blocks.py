@@ -72,10 +72,10 @@ def rotary_tables(positions_BS: Tensor, inv_freq: Tensor, scaling: float, like: 
     with torch.autocast(positions_BS.device.type, enabled=False):
         angles_BSF = positions_BS[..., None] * inv_freq.to(positions_BS.device).float()
         angles_BSD = torch.cat((angles_BSF, angles_BSF), dim=-1)
-        cos_BSD, sin_BSD = angles_BSD.cos(), angles_BSD.sin_()
         if scaling != 1:
-            cos_BSD, sin_BSD = cos_BSD * scaling, sin_BSD * scaling
-        return cos_BSD.to(like.dtype), sin_BSD.to(like.dtype)
+            return (angles_BSD.cos() * scaling).to(like.dtype), (angles_BSD.sin() * scaling).to(like.dtype)
+        cos_BSD, sin_BSD = (like.new_empty(angles_BSD.shape) for _ in range(2))
+        return torch.cos(angles_BSD, out=cos_BSD), torch.sin(angles_BSD, out=sin_BSD)  # cast as they are written
 
 
 # rotary embeddings of transformers whose frequencies do not depend on the sequence length
