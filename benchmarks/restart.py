@@ -59,7 +59,7 @@ BATCH, TOKENS = 4, 64
 LEFT = re.compile(r"Stopping worker group")
 JOINED = re.compile(r"Rendezvous complete for workers")
 RESUMED = re.compile(r"Resumed at batch (\d+).*: ([\d.]+) MB fetched .*, ([\d.]+) MB sent between ranks, ([\d.]+) s")
-FIRST_BATCH = re.compile(r"First batch after the resume, since this process began: ([\d.]+) s \((.*)\)")
+FIRST_BATCH = re.compile(r"First batch, since this process began: ([\d.]+) s \((.*)\)")
 PART = re.compile(r"(?P<part>[^,(]+) (?P<seconds>[\d.]+)(?:, |$)")
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})|[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6})")
 

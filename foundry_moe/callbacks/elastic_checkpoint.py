@@ -69,7 +69,7 @@ class ElasticCheckpoint(Callback):
         self._fitting = False
         self._complete: tuple[Time[Any], Time[Any]] | None = None  # the end of a complete run, and where it was moved
         self._rewound: list[int] = []  # steps that the run went back to
-        # seconds since the epoch at the end of each phase of a resume, until the first batch
+        # seconds since the epoch at the end of each phase of a start, until the first batch
         self._marks = {"": psutil.Process().create_time()}
         self._mark("imports and process group")
         checks_values = self.config.max_nonfinite is not None
@@ -164,14 +164,15 @@ class ElasticCheckpoint(Callback):
         self._marks[phase] = time.time()
 
     def _log_times(self, logger: Logger) -> None:
-        """After the first batch of a resumed run."""
+        """After the first batch of this process."""
         self._mark("first batch")
         marks = list(self._marks.items())
         total_s = marks[-1][1] - marks[0][1]
         parts = ", ".join(f"{phase} {end - start:.1f}" for (_, start), (phase, end) in pairwise(marks))
-        logger.log_metrics({"checkpoint/resume_seconds": total_s})
+        if self.resumed_from is not None:
+            logger.log_metrics({"checkpoint/resume_seconds": total_s})
         if dist.get_global_rank() == 0:
-            log.info("First batch after the resume, since this process began: %.1f s (%s).", total_s, parts)
+            log.info("First batch, since this process began: %.1f s (%s).", total_s, parts)
 
     # Saving
 
@@ -226,7 +227,7 @@ class ElasticCheckpoint(Callback):
                 self._stop(stop, state, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if self.resumed_from is not None and "first batch" not in self._marks:
+        if "first batch" not in self._marks:
             self._log_times(logger)
         self._save_if_due(state, logger, epoch_ended=False)
 

@@ -1,4 +1,4 @@
-"""A resume logs its phases, which add up to the age of the process, and continues the progress bar."""
+"""A start logs its phases, which add up to the age of the process, and a resume continues the progress bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from tests.helpers.line import Line
 
 
-def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) -> None:
+SAID = re.compile(r"First batch, since this process began: ([\d.]+) s \((.*)\)\.")
+
+
+def test_a_new_run_and_a_resumed_one_log_the_seconds_of_each_phase(tmp_path: Path, caplog) -> None:
     console = (tmp_path / "console").open("w+")
 
     def fit(batches: int) -> None:
@@ -31,15 +34,17 @@ def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) ->
             console_stream=console,
         ).fit()
 
-    fit(1)
-    assert "First batch after the resume" not in caplog.text
-    console.truncate(0)
     with caplog.at_level(logging.INFO):
+        fit(1)
+        (said,) = SAID.findall(caplog.text)
+        assert re.findall("[a-zA-Z ]+", said[1])[-1].strip() == "first batch" and "reading it" not in said[1]
+        console.truncate(0)
+        caplog.clear()
         fit(3)
     console.seek(0)
     assert re.search(r"train .* 1/3 ", console.read())
     age_s = time.time() - psutil.Process().create_time()
-    (said,) = re.findall(r"since this process began: ([\d.]+) s \((.*)\)\.", caplog.text)
+    (said,) = SAID.findall(caplog.text)
     (resumed,) = [one for one in caplog.records if one.getMessage().startswith("Resumed at batch 1 from ")]
     assert resumed.levelno == logging.INFO, "a fact of every resume"
     parts = dict(part.rsplit(" ", 1) for part in said[1].split(", "))
