@@ -297,8 +297,11 @@ def state_path(folder: Path, run: tuple[str, str, int]) -> Path:
 
 
 def keep_state(path: Path, model: Transformer, **progress: Any) -> None:
+    """Replaces the state at once, so that a process that is killed leaves the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.model.state_dict(), "optimizer": model.optimizer.state_dict(), **progress}, path)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save({"model": model.model.state_dict(), "optimizer": model.optimizer.state_dict(), **progress}, unfinished)
+    unfinished.replace(path)
 
 
 def train(
