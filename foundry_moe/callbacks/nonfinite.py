@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.ops.finite import NonfiniteSearch
+from foundry_moe.parallel.gradients import local_part
 from foundry_moe.schema import name_ranks, plain_name
 
 
@@ -97,13 +98,13 @@ class FiniteWatch:
     def _check(self) -> None:
         if self._loss is None:
             return
-        weights = [_local(parameter) for _, parameter in self._parameters]
+        weights = [local_part(parameter) for _, parameter in self._parameters]
         after = [(name, p.grad) for name, p in self._parameters if p.grad is not None] if self._gradients else []
         self._names_after = [name for name, _ in after]
         self._flags = torch.zeros(1 + len(weights) + len(after), dtype=torch.uint8, device=self._loss.device)
         loss, bad_weights, bad_gradients = self._flags.split([1, len(weights), len(after)])
         loss.copy_(torch.isfinite(self._loss).logical_not().reshape(1))
-        self._search_gradients([_local(gradient) for _, gradient in after], bad_gradients)
+        self._search_gradients([local_part(gradient) for _, gradient in after], bad_gradients)
         # a bad weight of this rank may make another rank's loss bad: the gradients that arrive here show it
         self._search_weights(weights, bad_weights, only_if=self._flags.amax().reshape(1))
 
@@ -130,11 +131,6 @@ def _losses(loss: Any) -> list[Tensor]:
         loss = loss["total"] if "total" in loss else list(loss.values())
     several = loss if isinstance(loss, list | tuple) else [loss]
     return [item for item in several if isinstance(item, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:

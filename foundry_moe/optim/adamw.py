@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from foundry_moe_kernels.adamw import adamw
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from foundry_moe.parallel.gradients import local_part
 
 
 class FusedAdamW(Optimizer):

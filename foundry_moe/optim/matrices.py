@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.layers.experts import MixedExperts
+from foundry_moe.parallel.gradients import local_part
 from foundry_moe.schema import UserError
 
 # routers, biases, and low-rank factors of ours and of peft, by the parameter's name
@@ -112,8 +113,7 @@ def parts_of(parameter: Tensor, matrices: Matrices, most: int) -> list[Part]:
     Raises:
         ValueError: two dimensions of a mesh divide the matrices.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    sizes = [1, *local.shape][-3:]
+    sizes = [1, *local_part(parameter).shape][-3:]
     group, cut = _sharing(parameter, matrices)  # the dimension that ranks divide, 0 = none
     bounds = [0, sizes[cut or 1]]
     if cut:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from foundry_moe_kernels import muon as kernels
 from torch import Tensor, nn
 
-from foundry_moe.optim.adamw import FusedAdamW, local_part
+from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.matrices import Part, find_matrices, parts_of
 from foundry_moe.optim.newton_schulz import orthogonalize
 from foundry_moe.parallel.collectives import all_to_all
+from foundry_moe.parallel.gradients import local_part
 from foundry_moe.schema import UserError
 
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4

@@ -17,6 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
@@ -35,7 +40,7 @@ class _TakeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
         ctx.take = take
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local = local_part(weight)
         return local.view_as(local)
 
     @staticmethod
@@ -95,9 +100,7 @@ class LocalWeight:
             # during a pass FSDP2 replaces the parameters
             name = next(name for name in self.stored if getattr(self.unsharded, name) is weight)
             return _TakeGradient.apply(weight, partial(_add_gradient, self.stored[name], self.scale))
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
-        return _ScaleGradient.apply(weight, self.scale)
+        return _ScaleGradient.apply(local_part(weight), self.scale)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, int]]:
