@@ -111,7 +111,7 @@ def run_processes(
             if failed:
                 if not any(process.exitcode for process in processes):
                     _write_stacks(processes, Path(folder))
-                _settle(processes)
+                settle(lambda: any(process.is_alive() for process in processes))
                 codes = [process.exitcode for process in processes]
                 raise RuntimeError(_describe(codes, Path(folder), timeout_s))
             return torch.load(Path(folder) / "result.pt", weights_only=False)
@@ -133,10 +133,10 @@ def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> bool:
     return any(process.exitcode for process in processes)
 
 
-def _settle(processes: Sequence[BaseProcess]) -> None:
-    """Waits up to GRACE_S for ranks that lost a peer to write their error and end."""
+def settle(still_run: Callable[[], bool]) -> None:
+    """Waits up to GRACE_S for ranks that lost a peer, or have an error that all have, to write it and end."""
     deadline = time.monotonic() + GRACE_S
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and still_run():
         time.sleep(0.02)
 
 

@@ -50,9 +50,9 @@ from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
 from foundry_moe.launch.network import LOOPBACK
+from foundry_moe.launch.processes import settle
 from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR, run_cleanly
 
-SETTLE_S = 2.0  # for ranks that end with an error that all have
 CUT_SHORT = "Ended by a second SIGINT before the save was complete: the next start resumes the newest checkpoint."
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 
@@ -88,7 +88,8 @@ class Agent(LocalElasticAgent):
             codes = set(ended.values())
             if death_sig is None and codes - {RESTART}:
                 if codes & {USER_ERROR, *NO_RESTART}:
-                    _settle(processes)  # all ranks have this error, and rank 0 prints it
+                    # all ranks have this error, and rank 0 prints it
+                    settle(lambda: any(h.proc.poll() is None for h in processes.subprocess_handlers.values()))
                 death_sig = signal.SIGKILL  # they cannot save without the one that failed
             close(death_sig, timeout or self.wait_s)
             Agent.last = {rank: handler.proc.poll() for rank, handler in processes.subprocess_handlers.items()}
@@ -211,12 +212,6 @@ def _stay_here(parsed: Any) -> None:
     parsed.rdzv_backend, parsed.rdzv_conf = rendezvous.NAME, "store_type=hash"
     parsed.rdzv_id, parsed.rdzv_endpoint, parsed.local_addr = str(uuid.uuid4()), "localhost:0", LOOPBACK
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's agent would serve one on all interfaces
-
-
-def _settle(processes: Any) -> None:
-    end = time.monotonic() + SETTLE_S
-    while time.monotonic() < end and any(h.proc.poll() is None for h in processes.subprocess_handlers.values()):
-        time.sleep(0.02)
 
 
 def launch_here(processes: int, words: list[str]) -> int:
