@@ -21,12 +21,12 @@ P = ParamSpec("P")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^(module\.)+")
+WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
 
 def plain_name(name: str) -> str:
     """The name of a module or parameter without the parts that wrappers of recomputation, compilation and DDP add."""
-    return _WRAPPERS.sub("", name)
+    return WRAPPERS.sub("", re.sub(r"^(module\.)+", "", name))
 
 
 class UserError(ValueError):

@@ -376,8 +376,8 @@ def wandb_id(config: CheckpointConfig) -> str | None:
 
 def _describe_base(state: State, group: torch_dist.ProcessGroup | None) -> dict[str, Any]:
     """The digest of the frozen weights and where they were loaded from, for a checkpoint's info."""
-    tensors = collect(state, weights_only=True)["model"]
-    frozen = {name: tensors[name] for name in tensors if name in frozen_names(state.model)}
+    left_out, tensors = frozen_names(state.model), collect(state, weights_only=True)["model"]
+    frozen = {name: tensor for name, tensor in tensors.items() if name in left_out}
     named = (getattr(getattr(module, "config", None), "_name_or_path", "") for module in state.model.modules())
     place = str(state.load_path or "") or next((str(name) for name in named if name), "")
     return {"digest": digest(frozen, group), "tensors": len(frozen), "from": place}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from foundry_moe.checkpoint.layout import Box, layout_of
 from foundry_moe.checkpoint.training_state import local_part
+from foundry_moe.schema import WRAPPERS
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _MIX = (-0x61C8864680B583EB, -0x4B47D0C5A8A9B4E5)  # odd, of 64 bits
 _CHUNK = 2**22  # elements at a time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,10 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def frozen_names(model: nn.Module) -> set[str]:
     """Names in the model's state dict of parameters that are not trained."""
-    names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    for wrapper in _WRAPPERS:
-        names = {name.replace(wrapper, "") for name in names}
-    return names
+    return {WRAPPERS.sub("", name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
