@@ -50,7 +50,8 @@ def test_ranks_that_hang_tell_where() -> None:
         run_processes(parity_worker.wait_for_ever, world_size=2, timeout_s=5.0, preload=PRELOAD)
 
 
-COMPOSER = (sys.executable, "-m", "composer.cli.launcher", "-n", "2", "foundry_moe/train.py")
+ROOT = Path(__file__).parents[2]
+COMPOSER = (sys.executable, "-m", "composer.cli.launcher", "-n", "2", f"{ROOT}/foundry_moe/train.py")
 OURS = (sys.executable, "-m", "foundry_moe.cli", "train", "-n", "2")
 
 
@@ -67,19 +68,18 @@ def test_a_failing_rank_ends_a_run_under_a_launcher(
     launcher: tuple[str, ...], kind: str, message: str, tmp_path: Path
 ) -> None:
     """The other rank waits in an all-to-all when the first goes."""
-    root = Path(__file__).parents[2]
     fault = tmp_path / "fault"
     run = subprocess.run(
         [
             *launcher,
-            "tests/distributed/tiny.yaml",
+            f"{ROOT}/tests/distributed/tiny.yaml",
             "algorithms.dmoe.mesh.expert=2",
-            "code_paths=[benchmarks/random_tokens.py,tests/distributed/fault_callback.py]",
+            f"code_paths=[{ROOT}/benchmarks/random_tokens.py,{ROOT}/tests/distributed/fault_callback.py]",
             f"callbacks.fail_at={{kind: {kind}, rank: 1, batch: 1, fault: {fault}}}",
             "dist_timeout=300",
         ],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=tmp_path,  # where the launcher keeps the output of failed ranks
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=540,
