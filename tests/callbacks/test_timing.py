@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from tests.helpers.line import Line
 
-
 SAID = re.compile(r"First batch, since this process began: ([\d.]+) s \((.*)\)\.")
 
 
