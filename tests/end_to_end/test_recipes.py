@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
-from tests.helpers.demo import BIN, ROOT
+from tests.helpers.demo import ROOT
+from tests.helpers.warm import programs
 
 FINETUNE = ROOT / "yamls" / "finetune" / "instructions.yaml"
 LORA = ROOT / "yamls" / "finetune" / "lora_cpu.yaml"
@@ -24,10 +25,10 @@ EVAL = ROOT / "yamls" / "eval" / "exported.yaml"
 ANSWERS = [("Who speaks?", "The President"), ("To whom?", "Congress"), ("Count to three.", "One, two, three")]
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command: Any, cwd: Path) -> str:
     """Output of a command that ends well. Evaluation in context leaves a copy of its tasks in the working directory."""
     done = subprocess.run(
-        [str(part) for part in command],
+        [str(programs() / command[0]), *map(str, command[1:])],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
@@ -60,7 +61,7 @@ def folder(tmp_path_factory, tiny_text) -> Path:
 def finetune(folder: Path, processes: int, duration: str, *overrides: str) -> str:
     places = [f"variables.{name}={folder / name}" for name in ("model", "data", "run")]
     return run(
-        BIN / "composer", "-n", processes, ROOT / "foundry_moe" / "train.py", FINETUNE, *places, *overrides,
+        "composer", "-n", processes, ROOT / "foundry_moe" / "train.py", FINETUNE, *places, *overrides,
         "max_seq_len=128", f"max_duration={duration}", f"eval_interval={duration}", "optimizer.lr=1.0e-3",
         "icl_subset_num_batches=1", "scheduler.t_warmup=1ba",
         cwd=folder,
@@ -80,7 +81,7 @@ def finetuned(folder) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def exported(folder, finetuned) -> Path:
-    run(sys.executable, "-m", "foundry_moe.cli", "export", folder / "run" / "checkpoints", folder / "out", cwd=folder)
+    run("foundry-moe", "export", folder / "run" / "checkpoints", folder / "out", cwd=folder)
     return folder / "out"
 
 
@@ -147,7 +148,7 @@ def test_figures_arrive_at_wandb_mlflow_and_tensorboard_without_a_network(folder
 
 def test_llm_foundry_evaluates_an_exported_model(folder, exported):
     said = run(
-        BIN / "llmfoundry", "eval", EVAL, f"variables.model={exported}", f"variables.data={folder / 'data'}",
+        "llmfoundry", "eval", EVAL, f"variables.model={exported}", f"variables.data={folder / 'data'}",
         "max_seq_len=128", cwd=folder,
     )  # fmt: skip
     assert "Printing complete results for all models" in said
@@ -157,11 +158,11 @@ def test_llm_foundry_evaluates_an_exported_model(folder, exported):
 def test_adapters_are_trained_on_a_mesh_resumed_on_one_process_and_exported(folder):
     def train(processes: int, *overrides: str) -> str:
         places = [f"variables.{name}={folder / name}" for name in ("model", "data")]
-        launcher = (BIN / "composer", "-n", processes, ROOT / "foundry_moe" / "train.py")
+        launcher = ("composer", "-n", processes, ROOT / "foundry_moe" / "train.py")
         return run(*launcher, LORA, *places, f"variables.run={folder / 'lora'}", *overrides, cwd=folder)
 
     def export(name: str, *words: str) -> dict[str, torch.Tensor]:
-        tool = (sys.executable, "-m", "foundry_moe.cli", "export", folder / "lora" / "checkpoints")
+        tool = ("foundry-moe", "export", folder / "lora" / "checkpoints")
         run(*tool, folder / name, *words, cwd=folder)
         return tensors(folder / name)
 

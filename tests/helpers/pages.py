@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.helpers.demo import BIN, ROOT
+from tests.helpers.warm import programs
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -23,7 +24,7 @@ def link_tree(folder: Path) -> None:
 
 def run_block(block: str, folder: Path, timeout_s: float = 600) -> str:
     """The output of a block in bash, which stops at the first command that fails."""
-    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    path = os.pathsep.join([str(programs()), str(BIN), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=folder,
