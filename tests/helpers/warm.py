@@ -300,6 +300,7 @@ def _become(request: Mapping[str, Any]) -> None:
         import runpy
 
         sys.argv[:] = rest[1:]
+        sys.modules.pop(rest[1], None)  # else it warns that it is imported already
         runpy._run_module_as_main(rest[1])  # type: ignore[attr-defined]
     elif rest[0] == "-c":
         sys.argv[:] = ["-c", *rest[2:]]
