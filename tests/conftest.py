@@ -22,11 +22,13 @@ for name, value in {
 import pytest
 import torch
 
+from tests.helpers import interpreter
 from tests.helpers.clouds import NO_ACCOUNT, Azurite, GoogleServer
 from tests.helpers.s3 import Moto
 
 if not torch.cuda.is_available():  # before any kernel is defined: Triton then runs them on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+interpreter.hurry()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
