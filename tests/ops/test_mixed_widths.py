@@ -101,7 +101,6 @@ def collected_at_once():
     gc.set_threshold(20, 1, 1)
     yield
     gc.set_threshold(*usual)
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("collected_at_once")
