@@ -49,16 +49,11 @@ def serve() -> None:
     quiet_third_parties()
     # without NVML, `torch.cuda.is_available` starts CUDA, and processes forked from this one could not use it
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for module, _, function in (entry.partition(":") for entry in MODULES):
-        with contextlib.suppress(Exception):  # each process reports it
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
+    import_modules()
     if _cuda_is_open():
         print("fork server: an import has started CUDA; processes start without it", file=sys.stderr, flush=True)
         os._exit(0)
-    gc.collect()
-    gc.freeze()  # collections in the processes do not copy what they share
+    freeze()
     while True:
         request = _receive(requests)
         if request is None:
@@ -75,6 +70,21 @@ def serve() -> None:
             os._exit(1)
         requests.close()
         return
+
+
+def import_modules() -> None:
+    """Imports `MODULES` and calls their functions."""
+    for module, _, function in (entry.partition(":") for entry in MODULES):
+        with contextlib.suppress(Exception):  # each process reports it
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
+
+
+def freeze() -> None:
+    """Collections in the forked processes skip what exists now, and do not copy its memory."""
+    gc.collect()
+    gc.freeze()
 
 
 def _become(request: Mapping[str, str], launcher: int) -> bool:

@@ -10,7 +10,9 @@ PRELOAD = (
     "foundry_moe.algorithms.dmoe",
     "foundry_moe.models.mpt",
     "llmfoundry.command_utils",
+    "foundry_moe.commands.verify.recorder",
     "foundry_moe.commands.verify.rows",
+    "foundry_moe.launch.preloaded",
 )
 
 

@@ -383,7 +383,6 @@ def _fork_for_children(path: Sequence[str]) -> dict[str, Any] | None:
 
 def main() -> None:
     """The server."""
-    import gc
     import importlib
     import warnings
 
@@ -396,12 +395,10 @@ def main() -> None:
 
     quiet_third_parties()
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded")  # a library's, not Python's
-    for module, _, function in (entry.partition(":") for entry in (*fork_server.MODULES, *MODULES)):
-        imported = importlib.import_module(module)
-        if function:
-            getattr(imported, function)()
-    gc.collect()
-    gc.freeze()
+    fork_server.import_modules()
+    for module in MODULES:
+        importlib.import_module(module)
+    fork_server.freeze()
     request: dict[str, Any] | None = {**_serve(listener), "path": path}
     while request is not None:
         if "RANK" in request["env"]:  # ranks start no Python processes

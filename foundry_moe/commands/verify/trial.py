@@ -21,7 +21,12 @@ from foundry_moe.commands.verify.shrink import BATCHES, SAVE_AFTER, VOCABULARY, 
 from foundry_moe.parallel.mesh import Mesh
 
 # modules that the fork server imports once for all children
-PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
+PRELOAD = (
+    "foundry_moe.registry",
+    "foundry_moe.commands.verify.trial",
+    "foundry_moe.commands.verify.recorder",
+    "foundry_moe.launch.preloaded",
+)
 RECORDER, LOADER = "trial_recorder", "synthetic_tokens"
 # keys of every trial: a constant learning rate, no evaluation and no output
 _KEYS: Mapping[str, Any] = {
