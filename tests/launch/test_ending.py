@@ -116,7 +116,8 @@ def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_
 @pytest.mark.parametrize("launcher", [COMMAND, COMPOSER, TORCHRUN])
 def test_a_folder_that_cannot_be_written_is_one_sentence_on_two_ranks(tiny_arguments, tmp_path, launcher) -> None:
     arguments = [*tiny_arguments(tmp_path), "callbacks.elastic_checkpoint.folder=/proc/run"]
-    done = warm(*launcher, *([] if launcher is COMMAND else ["foundry_moe/train.py"]), DEMO, *arguments)
+    start = run if launcher is TORCHRUN else warm  # forked, torchrun's case failed in one of six runs
+    done = start(*launcher, *([] if launcher is COMMAND else ["foundry_moe/train.py"]), DEMO, *arguments)
     text = done.stdout + done.stderr
     assert done.returncode == (1 if launcher is TORCHRUN else 2), text  # torchrun's own code for all failures
     assert text.count("error: ") == 1 and "error: could not write probe in /proc/run" in text, text
