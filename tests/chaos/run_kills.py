@@ -16,7 +16,6 @@ On GPUs, where there are some, a life takes as many of them as its mesh has rank
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import random
@@ -26,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import urlsplit
 
 import psutil
@@ -39,21 +38,19 @@ from foundry_moe.parallel.mesh import Mesh, parse_mesh
 from tests.helpers import faults
 from tests.helpers.kills import ROOT, Outcome, check, command, read_log
 from tests.helpers.s3 import Moto, Proxy, at_random
-from tests.helpers.warm import popen
 
 LIFE_S = 600
 FIRST_AFTER = {"load": 4, "retention": 8}  # batches: before, there is nothing to load, and too little to delete
 MESHES: list[Mesh] = [(1, 2, 2), (2, 1, 1), (2, 2, 2), (1, 1, 1), (2, 1, 2), (1, 1, 2)]
 
 
-def start(words: list[str], fault: str | None, output: IO[str]) -> Any:
-    """A launcher, like `subprocess.Popen`."""
+def start(words: list[str], fault: str | None, output: IO[str]) -> subprocess.Popen[str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop(faults.VARIABLE, None)
     if fault:
         environment[faults.VARIABLE] = fault
-    return popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def live(words: list[str], fault: str | None, log: Path, kill_after: int | None) -> tuple[int, str, bool]:
@@ -71,12 +68,10 @@ def live(words: list[str], fault: str | None, log: Path, kill_after: int | None)
             time.sleep(0.2)
             if kill_after is not None and not killed and len(read_log(log)) >= begun + kill_after:
                 time.sleep(random.uniform(0, 0.4))
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
-                    children = psutil.Process(launcher.pid).children()
-                    ranks = [child for child in children if "train.py" in " ".join(child.cmdline())]
-                    if ranks:
-                        random.choice(ranks).kill()
-                        killed = True
+                children = psutil.Process(launcher.pid).children()
+                if children:
+                    random.choice(children).kill()
+                    killed = True
     if launcher.poll() is None:
         for child in psutil.Process(launcher.pid).children(recursive=True):
             child.kill()

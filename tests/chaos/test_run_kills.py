@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.helpers.warm import programs
 
 ROOT = Path(__file__).parents[2]
 
 
 def kill(data: Path, *options: str) -> str:
     done = subprocess.run(
-        [programs() / "python", "-m", "tests.chaos.run_kills", "--data", str(data), *options],
+        [sys.executable, "-m", "tests.chaos.run_kills", "--data", str(data), *options],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,

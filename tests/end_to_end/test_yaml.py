@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry_moe.cli import main
 from tests.helpers.demo import BIN, DEMO, ROOT, run
-from tests.helpers.warm import programs
 
 
 @pytest.mark.parametrize("entry", ["command", "script"])
@@ -41,9 +40,8 @@ def launched(tiny_arguments, folder):
         "global_train_batch_size=8",
         "callbacks.run_report.interval=1ba",
     ]
-    words = ("-n", "2", "foundry_moe/train.py", DEMO, *arguments)
-    first = run(BIN / "composer", *words, "max_duration=3ba")
-    return [first, *(run(programs() / "composer", *words, "max_duration=6ba") for _ in range(2))]
+    composer = (BIN / "composer", "-n", "2", "foundry_moe/train.py", DEMO, *arguments)
+    return [run(*composer, f"max_duration={batches}ba") for batches in (3, 6, 6)]
 
 
 def test_two_processes_train_and_report(launched):

@@ -1,10 +1,11 @@
 """Runs Python commands in processes forked from one that has imported LLM Foundry, whose imports take 10 s per process.
 
-One server per test session, started at its first use. `popen` starts a command; `programs` is a folder of executables
-(`composer`, `foundry-moe`, `llmfoundry`, `torchrun`, `python`) that start one from a shell. The process tree is the one
-without a server: a launcher's ranks are forked too, as its children, with their command line. There is no server where
-there is a GPU, since a process with CUDA must not fork, and none outside Linux. Some tests start commands as users do,
-without it. The executables import this module: it imports only the standard library at the top.
+For tests of documented commands and recipes; tests of processes (launch, distributed, chaos, end_to_end/test_yaml.py)
+start commands as users do. One server per test session, started at its first use. `programs` is a folder of executables
+(`composer`, `foundry-moe`, `llmfoundry`, `torchrun`, `python`) that start a command from a shell. The process tree is
+the one without a server: a launcher's ranks are forked too, as its children, with their command line. There is no
+server where there is a GPU, since a process with CUDA must not fork, and none outside Linux. The executables import
+this module: it imports only the standard library at the top.
 """
 
 from __future__ import annotations
@@ -90,63 +91,22 @@ def programs() -> Path:
     return Path(folder.name)
 
 
-def popen(
-    words: Sequence[str], *, cwd: Path | str, env: Mapping[str, str], stdout: Any, stderr: Any = None
-) -> subprocess.Popen[Any] | Warm:
-    """`subprocess.Popen` in a session of its own. `words` begin with the path of a program of `BIN`."""
-    if (address := _start_server()) is None:
-        return subprocess.Popen(words, cwd=cwd, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
-    out = stdout.fileno()
-    err = out if stderr == subprocess.STDOUT else 2 if stderr is None else stderr.fileno()
-    with open(os.devnull) as nothing:
-        return Warm(address, words, str(cwd), env, (nothing.fileno(), out, err))
-
-
-class Warm:
-    """The part of `subprocess.Popen` that tests use. `pid`: of the command, which leads a session."""
-
-    def __init__(
-        self, address: str, words: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[int]
-    ) -> None:
-        self.args, self.returncode = list(words), None
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(address)
-        _send(self._connection, {"words": self.args, "env": dict(env), "cwd": cwd}, files)
-        self._lines = self._connection.makefile()
-        self.pid = int(self._lines.readline())
-
-    def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            import select
-
-            if not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = int(self._lines.readline())
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 def forward(folder: str) -> None:
     """The executables' main: starts the command of the same name, passes signals on, and ends as it does."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ[ADDRESS])
     words = [f"{folder}/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    started = Warm(os.environ[ADDRESS], words, os.getcwd(), os.environ, (0, 1, 2))
+    _send(connection, {"words": words, "env": dict(os.environ), "cwd": os.getcwd()}, (0, 1, 2))
+    lines = connection.makefile()
+    pid = int(lines.readline())
+
+    def pass_on(number: int, _: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: started.send_signal(number))
-    code = started.wait()
+        signal.signal(number, pass_on)
+    code = int(lines.readline())
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)

@@ -1,7 +1,4 @@
-"""How real runs on two processes end, under Composer's own launcher, torchrun and ours: exit code and last line.
-
-Most are forked from a warm process. The ranks that are stopped before training import Composer themselves.
-"""
+"""How real runs on two processes end, under Composer's own launcher, torchrun and ours: exit code and last line."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +18,6 @@ from foundry_moe.launch.ending import StopSignals
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 from tests.helpers.entrypoint import kill_group, wait_for
 from tests.helpers.sockets import reachable
-from tests.helpers.warm import popen, programs
 
 COMMAND = (str(BIN / "foundry-moe"), "train", "-n", "2")
 COMPOSER = (str(BIN / "composer"), "-n", "2")
@@ -32,20 +26,18 @@ OUR_TORCHRUN = (sys.executable, "-m", "foundry_moe.launch.torchrun", "--standalo
 START_S, STOP_S = 300, 60
 
 
-def warm(program: str, *words: Any) -> subprocess.CompletedProcess[str]:
-    return run(programs() / Path(program).name, *words)
-
-
 class Run:
     """A run in a session of its own, and what it and its launcher print, in one file."""
 
-    def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: list[str], *, start: Any = popen) -> None:
+    def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: list[str]) -> None:
         self.printed = folder / "printed"
         script = [] if launcher is COMMAND else [f"{ROOT}/foundry_moe/train.py"]
         words = [*launcher, *script, str(DEMO), *arguments, "eval_interval=0"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self.printed.open("w") as out:
-            self.launcher = start(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            self.launcher = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait_for(self, words: str) -> None:
         wait_for(lambda: words in self.printed.read_text() or self.launcher.poll() is not None, START_S)
@@ -100,8 +92,7 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", [COMMAND, COMPOSER, pytest.param(OUR_TORCHRUN, marks=pytest.mark.slow)])
 def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
-    cold = partial(subprocess.Popen, start_new_session=True)
-    started = Run(tmp_path, launcher, tiny_arguments(tmp_path), start=cold)
+    started = Run(tmp_path, launcher, tiny_arguments(tmp_path))
     try:
         started.wait_for("run ")  # rank 0 begins to import Composer, rank 1 too
         started.ranks()[1].send_signal(signal.SIGTERM)
@@ -116,8 +107,7 @@ def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_
 @pytest.mark.parametrize("launcher", [COMMAND, COMPOSER, TORCHRUN])
 def test_a_folder_that_cannot_be_written_is_one_sentence_on_two_ranks(tiny_arguments, tmp_path, launcher) -> None:
     arguments = [*tiny_arguments(tmp_path), "callbacks.elastic_checkpoint.folder=/proc/run"]
-    start = run if launcher is TORCHRUN else warm  # forked, torchrun's case failed in one of six runs
-    done = start(*launcher, *([] if launcher is COMMAND else ["foundry_moe/train.py"]), DEMO, *arguments)
+    done = run(*launcher, *([] if launcher is COMMAND else ["foundry_moe/train.py"]), DEMO, *arguments)
     text = done.stdout + done.stderr
     assert done.returncode == (1 if launcher is TORCHRUN else 2), text  # torchrun's own code for all failures
     assert text.count("error: ") == 1 and "error: could not write probe in /proc/run" in text, text
@@ -133,7 +123,7 @@ def test_a_run_that_ends_leaves_no_process_group_and_again_is_one_sentence(tiny_
     text = DEMO.read_text()
     without_report.write_text(text[: text.index("  run_report:")])
     for words in ([], ["this run is complete: max_duration (2ba) is reached, nothing to train"]):
-        done = warm(*launcher, "tests/launch/ending_worker.py", without_report, *arguments)
+        done = run(*launcher, "tests/launch/ending_worker.py", without_report, *arguments)
         lines = done.stdout.splitlines()
         assert done.returncode == 0, done.stdout + done.stderr
         assert [line for line in lines if line.startswith("this run")] == words
@@ -144,7 +134,7 @@ def test_a_run_that_ends_leaves_no_process_group_and_again_is_one_sentence(tiny_
 
 
 def test_uneven_microbatches_under_plain_ddp_are_one_sentence_on_two_ranks(tmp_path) -> None:
-    done = warm(*COMPOSER, "tests/launch/uneven_worker.py", tmp_path)
+    done = run(*COMPOSER, "tests/launch/uneven_worker.py", tmp_path)
     text = done.stdout + done.stderr
     assert done.returncode == 2, text
     assert text.count("error: ") == 1 and "batch 3 does not have the same number of microbatches" in text, text
