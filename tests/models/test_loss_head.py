@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch.nn import functional as F
 
 from foundry_moe.models import loss_head
@@ -68,6 +69,15 @@ def test_models_train_equally_and_evaluate_with_logits(monkeypatch: pytest.Monke
         torch.testing.assert_close(gradient, true_gradients[name], rtol=1e-4, atol=1e-6)  # fp32, sums in another order
     fused.eval()
     assert fused(data).logits.shape == (2, 16, 50)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_the_loss_of_logits_is_llm_foundrys(share: float) -> None:
+    model, data = mpt(loss_fn="torch_crossentropy").to(DEVICE), batch()
+    data["labels"] = data["labels"].masked_fill(torch.rand(2, 16, device=DEVICE) < share, loss_head.IGNORED)
+    outputs = model(data)
+    assert torch.equal(model.loss(outputs, data), ComposerMPTCausalLM.loss(model, outputs, data))
 
 
 @pytest.mark.quick
