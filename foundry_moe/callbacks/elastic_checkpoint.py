@@ -190,6 +190,7 @@ class ElasticCheckpoint(Callback):
         self._watch.signals.newest = lambda: self.checkpoints.committed
         self._watch.start(state)
         self._fitting = True
+        self._mark("before training")  # an evaluation first, of a new run
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())

@@ -18,11 +18,11 @@ from foundry_moe.ops import PermutePlan, plan_permute
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Tokens that are dispatched in rounds: those of each round, and the choices of all."""
+    """Tokens that are dispatched in rounds: those of each round, and the experts of all."""
 
     dispatcher: Dispatcher
     tokens: tuple[slice, ...]
-    choices: Choices
+    experts_TK: Tensor
 
 
 class Dispatched(NamedTuple):
@@ -34,7 +34,7 @@ class Dispatched(NamedTuple):
     weights: [Q, K], combine weights; likewise.
     plan: which rows each local expert has; None while the choices travel.
     exchange: the dispatcher's record of rows that travel; None = they do not.
-    parts: given if tokens are dispatched one part after the other. Then `x` is x_TD, undispatched.
+    parts: given if tokens are dispatched one part after the other. Then `x` and `weights` are x_TD and weights_TK.
     """
 
     x: Tensor

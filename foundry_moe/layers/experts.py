@@ -7,7 +7,6 @@ of LoRA adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Parts
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.rounds import compute_in_rounds
 from foundry_moe.ops import POINTWISE, Biases, expert_mlp
@@ -89,11 +89,11 @@ class ExpertsBase(nn.Module):
 
     def _in_rounds(self, rows: Dispatched, parts: Parts, tensors: tuple[Tensor | None, ...]) -> Tensor:
         """y_TD."""
-        choices, dispatcher = parts.choices, parts.dispatcher
+        dispatcher = parts.dispatcher
         assert rows.weights is not None
 
         def compute_round(number: int, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
-            part = replace(choices, experts_TK=choices.experts_TK[parts.tokens[number]], weights_TK=weights_TK)
+            part = Choices(experts_TK=parts.experts_TK[parts.tokens[number]], weights_TK=weights_TK)
             received = dispatcher.dispatch(x_TD, part, part=number).receive()
             y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
             return dispatcher.combine(received.send_back(y_QD))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,8 +196,7 @@ class AllToAllDispatcher(Dispatcher):
             if part is None:
                 rounds = self.once((self, "rounds"), lambda: self._rounds(counts_PP2[..., 1], experts_TK))
         if len(rounds) > 1:
-            choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK)
-            parts = Parts(dispatcher=self, tokens=rounds, choices=choices)
+            parts = Parts(dispatcher=self, tokens=rounds, experts_TK=experts_TK)
             return Dispatched(x_TD, weights_TK, parts=parts)
         exchange = self.plan_exchange(counts_PP2, row_TC)
         return Dispatched(

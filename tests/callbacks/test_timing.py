@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 from composer import Trainer
+from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -21,7 +22,8 @@ SAID = re.compile(r"First batch, since this process began: ([\d.]+) s \((.*)\)\.
 def test_a_new_run_and_a_resumed_one_log_the_seconds_of_each_phase(tmp_path: Path, caplog) -> None:
     console = (tmp_path / "console").open("w+")
 
-    def fit(batches: int) -> None:
+    def fit(batches: int) -> bool:
+        """Whether the seconds are a metric as well."""
         Trainer(
             model=Line(),
             train_dataloader=DataLoader([{"x": torch.randn(3)} for _ in range(4)]),
@@ -29,17 +31,19 @@ def test_a_new_run_and_a_resumed_one_log_the_seconds_of_each_phase(tmp_path: Pat
             device="cpu",
             run_name="line",
             callbacks=[ElasticCheckpoint(folder=str(tmp_path / "run"))],
+            loggers=[logger := InMemoryLogger()],
             progress_bar=True,
             console_stream=console,
         ).fit()
+        return "checkpoint/resume_seconds" in logger.data
 
     with caplog.at_level(logging.INFO):
-        fit(1)
+        assert not fit(1)
         (said,) = SAID.findall(caplog.text)
         assert re.findall("[a-zA-Z ]+", said[1])[-1].strip() == "first batch" and "reading it" not in said[1]
         console.truncate(0)
         caplog.clear()
-        fit(3)
+        assert fit(3)
     console.seek(0)
     assert re.search(r"train .* 1/3 ", console.read())
     age_s = time.time() - psutil.Process().create_time()

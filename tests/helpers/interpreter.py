@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -40,7 +41,7 @@ def hurry() -> None:
         launch(self, *arguments, **constants)
 
     def patch_new(fn: Any) -> Any:
-        if patched and modules(fn) <= patched:
+        if modules(fn) and modules(fn) <= patched:
             return None  # a launch's own call, whose result restores what was patched, is its first
         patched.update(modules(fn))
         return patch(fn)
@@ -60,4 +61,5 @@ def hurry() -> None:
 if __name__ == "__main__":
     hurry()
     del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
     runpy.run_path(sys.argv[0], run_name="__main__")

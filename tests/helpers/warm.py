@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -317,7 +318,7 @@ def _fork_for_children(path: Sequence[str]) -> dict[str, Any] | None:
             return {**request, "path": path}
         os._exit(0)
     theirs.close()
-    executed = _posixsubprocess.fork_exec
+    executed, one_at_a_time = _posixsubprocess.fork_exec, threading.Lock()
     prctl, replies = ctypes.CDLL(None).prctl, ours.makefile()
 
     def fork_exec(words: Any, *rest: Any) -> int:
@@ -330,12 +331,13 @@ def _fork_for_children(path: Sequence[str]) -> dict[str, Any] | None:
         wanted |= {fd: fd for fd in pass_fds if fd != rest[12]}  # an exec would close the pipe of its error
         request = {"words": text, "env": entries, "cwd": os.fsdecode(cwd) if cwd else os.getcwd()}
         request |= {"session": bool(rest[14]), "files": list(wanted)}
-        prctl(_SUBREAPER, 1, 0, 0, 0)
-        try:
-            _send(ours, request, list(wanted.values()))
-            return int(replies.readline())
-        finally:
-            prctl(_SUBREAPER, 0, 0, 0, 0)
+        with one_at_a_time:  # threads of a launcher start ranks too
+            prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                _send(ours, request, list(wanted.values()))
+                return int(replies.readline())
+            finally:
+                prctl(_SUBREAPER, 0, 0, 0, 0)
 
     _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     return None

@@ -26,12 +26,13 @@ def run(program: str, folder: Path, experts: str, processes: int = 1) -> str:
 
     Without a GPU one program runs the kernels in Triton's interpreter, which takes minutes, and the others plain torch.
     """
-    kernels = {} if program == "transformers_trainer" else {"TRITON_INTERPRET": "0"}
-    module = ["tests.helpers.interpreter"]
+    kernels, launcher = {"TRITON_INTERPRET": "0"}, []
+    if program == "transformers_trainer":
+        kernels, launcher = {}, ["-m", "tests.helpers.interpreter"]
     if processes > 1:
-        module = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [sys.executable, "-m", *module, f"examples/{program}.py", str(folder), "--experts", experts],
+        [sys.executable, *launcher, f"examples/{program}.py", str(folder), "--experts", experts],
         cwd=ROOT, capture_output=True, text=True, timeout=550, env=os.environ | gpu_of(processes) | kernels,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -16,8 +16,8 @@ from tests.helpers.every_kernel import TF32_CHIPS, kernel_names
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, chip % 10))]
-if VERSION != (3, 6):  # the modern stack compiles for all; here sm_120, else sm_86, stands for those with its tiles
-    CHIPS = [chip for chip in CHIPS if chip not in ((86, 89) if 120 in CHIPS else (89,))]
+if VERSION != (3, 6):  # the modern stack compiles for all; here sm_86 stands for sm_89, which has its tiles
+    CHIPS.remove(89)
 
 
 # Bytes a thread that may be on the stack though there are 255 registers: of products with an activation in their

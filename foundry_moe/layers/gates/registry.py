@@ -27,7 +27,10 @@ GROUP = "foundry_moe_gates"
 def _declaration(name: str) -> Any:
     """The class that names a gate's losses: the keys of a built-in gate, else the gate itself."""
     # up to version 0.1 this package registered its own gates in this group; an old installation must not shadow them
-    others = {e.name: e for e in _installed(tuple(sys.path)) if not e.value.startswith("foundry_moe.")}
+    others = _installed(tuple(sys.path))
+    if name not in others and name not in BUILT_IN:
+        _installed.cache_clear()  # a package may have been installed since
+        others = _installed(tuple(sys.path))
     if name in others:
         return others[name].load()
     if name in BUILT_IN:
@@ -36,9 +39,9 @@ def _declaration(name: str) -> Any:
 
 
 @cache
-def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Those of `GROUP` on this `sys.path`. Reading all packages' metadata takes 50 ms, and each layer asks thrice."""
-    return tuple(entry_points(group=GROUP))
+def _installed(path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Gates of other packages on this `sys.path`. Reading all metadata takes 50 ms, and each layer asks thrice."""
+    return {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
 
 
 def build_gate(
