@@ -24,6 +24,10 @@ class Parts:
     tokens: tuple[slice, ...]
     experts_TK: Tensor
 
+    def choices(self, number: int, weights_TK: Tensor) -> Choices:
+        """The choices of a round, with the weights of its tokens."""
+        return Choices(experts_TK=self.experts_TK[self.tokens[number]], weights_TK=weights_TK)
+
 
 class Dispatched(NamedTuple):
     """Rows for the experts of this process; after the experts, their results.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Parts
-from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.rounds import compute_in_rounds
 from foundry_moe.ops import POINTWISE, Biases, expert_mlp
@@ -93,8 +92,7 @@ class ExpertsBase(nn.Module):
         assert rows.weights is not None
 
         def compute_round(number: int, x_TD: Tensor, weights_TK: Tensor, *tensors: Tensor | None) -> Tensor:
-            part = Choices(experts_TK=parts.experts_TK[parts.tokens[number]], weights_TK=weights_TK)
-            received = dispatcher.dispatch(x_TD, part, part=number).receive()
+            received = dispatcher.dispatch(x_TD, parts.choices(number, weights_TK), part=number).receive()
             y_QD = expert_mlp(*self.operands(received, tensors), **self.settings(*tensors[3:]))
             return dispatcher.combine(received.send_back(y_QD))
 

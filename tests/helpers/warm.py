@@ -5,7 +5,7 @@ start commands as users do. One server per test session, started at its first us
 (`composer`, `foundry-moe`, `llmfoundry`, `torchrun`, `python`) that start a command from a shell. The process tree is
 the one without a server: a launcher's ranks are forked too, as its children, with their command line. There is no
 server where there is a GPU, since a process with CUDA must not fork, and none outside Linux. The executables import
-this module: it imports only the standard library at the top.
+this module: at the top it imports only the standard library, and a module that does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
+from tests.helpers.demo import BIN, ROOT
+
 PROGRAMS = ("composer", "foundry-moe", "llmfoundry", "torchrun", "python")
 ADDRESS = "FOUNDRY_MOE_TESTS_WARM"  # of the server's socket
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
