@@ -5,7 +5,8 @@
 
 `changes` are single changes at XS's size over 20 million tokens, `long` is the recipe beside dense XS over 400
 million tokens, two seeds, and `larger` has dense models and experts of larger sizes. `dropping` has capacities beside
-dropless runs; the table printed after each group has the speed at equal loss. Runs are those of
+dropless runs; the table printed after each group has the speed at equal loss. `muon` (by `--plans muon` alone) has Muon
+beside AdamW over 160 million tokens: the recipe, two seeds, and dense XS. Runs are those of
 `benchmarks.papers.dropping`: the same command continues what was cut off. At the end of a plan the table of ratios is
 printed: how many times fewer tokens the recipe needs to each loss of a dense model, and how many times faster it is.
 """
@@ -70,7 +71,11 @@ PLANS = {
         Plan(size="XS", flags=f"{_LONG} --reference {RECIPE}", runs=(RECIPE, f"{RECIPE},capacity=1.0")),
     ),
     "muon": (
-        Plan(size="XS", flags=f"{_MUON} --reference {MUON}", runs=(RECIPE, MUON, f"{RECIPE},optimizer=muon,lr=1e-3")),
+        Plan(
+            size="XS",
+            flags=f"{_MUON} --reference {MUON}",
+            runs=(RECIPE, MUON, f"{RECIPE},optimizer=muon,lr=1e-3", f"{RECIPE}/1", f"{MUON}/1"),
+        ),
         Plan(
             size="XS",
             flags=f"{_MUON} --reference {DENSE_MUON}",
