@@ -3,7 +3,7 @@
 The plain twins are in `foundry_moe.ops.assignment`, which has the algorithm. No atomics: the same input gives the
 same bits.
 
-Shapes: T tokens, E experts, P parts that the tokens are summed in.
+Shapes: T tokens, E experts.
 """
 
 from __future__ import annotations

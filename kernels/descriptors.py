@@ -1,6 +1,6 @@
 """Tensor maps (TMA) of the ragged operands, as `launch` takes them: built on the host for one launch.
 
-Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts.
+Shapes: Y planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts.
 
 Rows of one expert end where the next expert's begin, and a tensor map clips only at its own bounds. So the map of
 a ragged matrix gets two more dimensions whose strides undo each other modulo 2^64: reading at
@@ -57,17 +57,17 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
     return made
 
 
-def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> TensorMap:
-    """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns].
+def ragged_rows(a_YRC: Tensor, block_rows: int, block_columns: int) -> TensorMap:
+    """[Y, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns].
 
     Row `row` of an expert with rows [start, start + size) is at (plane, 2^28, start + size, 2^28 - size + row).
     """
-    planes, rows_, columns = a_PRC.shape
+    planes, rows_, columns = a_YRC.shape
     assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
-    plane, stride, _ = a_PRC.stride()
+    plane, stride, _ = a_YRC.stride()
     return (
         descriptor,
-        a_PRC,
+        a_YRC,
         (planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns),
         (plane, _WRAP_STRIDE - stride, stride, stride, 1),
         (1, 1, 1, block_rows, block_columns),
@@ -75,7 +75,7 @@ def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> TensorMap
 
 
 def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> tuple[TensorMap, bool] | None:
-    """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
+    """One or two [E, A, B] weights as planes [Y, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
 
     The two need not share an allocation: the distance between them is the plane stride.
 

@@ -3,7 +3,7 @@
 They take operands that `supported` accepts. The kernels are those of `hopper_products` and `hopper_inner`, in Gluon; on
 a CPU tests replace `launch` by twins of these two (tests/helpers/hopper_twin.py).
 
-Shapes: R rows sorted by expert, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
+Shapes: R rows sorted by expert, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 class LowRank(NamedTuple):
     """A product of rows [R, L] with an expert's matrix of few inputs, which is added to another product.
 
-    b: [P, E, N, L] for a transposed product, with one plane for each of a GLU, else [1, E, L, N].
+    b: [Y, E, N, L] for a transposed product, with one plane for each of a GLU, else [1, E, L, N].
     """
 
     a_RL: Tensor
@@ -180,14 +180,14 @@ def _rows_launch(
 
 
 def _rows_arguments(
-    a_PRK: Tensor | Tokens,
+    a_YRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
     rows: RaggedRows,
     n: int,
     *,
     transposed: bool,
     tile: Tile,
-    c_PRN: Tensor,
+    c_YRN: Tensor,
     h_RN: Tensor | None = None,
     activation: str = "identity",
     beside: tuple[Tokens, Tensor] | None = None,
@@ -199,14 +199,14 @@ def _rows_arguments(
 
     `low` is added to c.
     """
-    gathered = isinstance(a_PRK, Tokens)
+    gathered = isinstance(a_YRK, Tokens)
     tokens: Tokens | None
-    if isinstance(a_PRK, Tokens):
-        tokens, num_rows = a_PRK, a_PRK.source_R.shape[0]
-        a = a_PRK.x_TD[None]  # the map only defines the layout of a stage
+    if isinstance(a_YRK, Tokens):
+        tokens, num_rows = a_YRK, a_YRK.source_R.shape[0]
+        a = a_YRK.x_TD[None]  # the map only defines the layout of a stage
     else:
-        tokens, num_rows = beside[0] if beside else None, a_PRK.shape[1]
-        a = a_PRK  # loads may run on into the next expert's rows
+        tokens, num_rows = beside[0] if beside else None, a_YRK.shape[1]
+        a = a_YRK  # loads may run on into the next expert's rows
     planes, _, k = a.shape
     shape = (rows.offsets_E.shape[0], *((n, k) if transposed else (k, n)))
     assert num_rows == rows.num_rows
@@ -227,7 +227,7 @@ def _rows_arguments(
         low_a_map = descriptors.boxes(low.a_RL[None], found.low_a_box)
         low_b_map = descriptors.boxes(b, found.low_b_box)
     height, part = found.out_box
-    c_map = descriptors.ragged_rows(c_PRN if c_PRN.ndim == 3 else c_PRN[None], height, part)
+    c_map = descriptors.ragged_rows(c_YRN if c_YRN.ndim == 3 else c_YRN[None], height, part)
     h_map = None if h_RN is None else descriptors.ragged_rows(h_RN[None], height, part)
     a_map = descriptors.boxes(a, found.a_box)
     entries_M4, count = rows.blocks[found.height]
@@ -251,7 +251,7 @@ def row_major(weights: tuple[Tensor, ...], transposed: bool) -> tuple[tuple[Tens
 
 
 def rows_product(
-    a_PRK: Tensor | Tokens,
+    a_YRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
     rows: RaggedRows,
     *,
@@ -263,8 +263,8 @@ def rows_product(
     """c_RN: each row times its expert's matrix, summed over planes.
 
     Args:
-        a_PRK: [P, R, K], or tokens where `gathers`.
-        weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W), whose rows or columns are
+        a_YRK: [Y, R, K], or tokens where `gathers`.
+        weights: Y tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W), whose rows or columns are
             contiguous. They may be halves of one tensor, or every second row of it.
         beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
         low: added to c.
@@ -278,7 +278,7 @@ def rows_product(
         product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{'2' if weights[1:] else ''}"
         tile = _pick(product, rows, n, k)
     arguments, constants = _rows_arguments(
-        a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low
+        a_YRK, weights, rows, n, transposed=transposed, tile=tile, c_YRN=c_RN, beside=beside, low=low
     )
     launch(*arguments, **constants)
     return c_RN
@@ -293,7 +293,7 @@ def up(
     tile: Tile | None = None,
     low: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
+    """z_YRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
     One launch for a GLU; for an MLP without gate the activation is a launch of its own.
 
@@ -305,26 +305,26 @@ def up(
     planes = 2 if weights[1:] else 1
     tile = tile or _pick("up2" if planes == 2 else "up1", rows, n, k)
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
-    z_PRF = weights[0].new_empty(planes, rows.num_rows, n)
+    z_YRF = weights[0].new_empty(planes, rows.num_rows, n)
     if planes == 1:
         weights, transposed = row_major(weights, True)
         arguments, constants = _rows_arguments(
-            a, weights, rows, n, transposed=transposed, tile=tile, c_PRN=z_PRF, low=low
+            a, weights, rows, n, transposed=transposed, tile=tile, c_YRN=z_YRF, low=low
         )
         launch(*arguments, **constants)
-        return z_PRF, activate(z_PRF, rows.offsets_E, activation)
+        return z_YRF, activate(z_YRF, rows.offsets_E, activation)
     h_RF = weights[0].new_empty(rows.num_rows, n)
     arguments, constants = _rows_arguments(
-        a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation, low=low
+        a, weights, rows, n, transposed=True, tile=tile, c_YRN=z_YRF, h_RN=h_RF, activation=activation, low=low
     )
     launch(*arguments, **constants)
-    return z_PRF, h_RF
+    return z_YRF, h_RF
 
 
 def down_backward_(
     dy_RD: Tensor,
     w2_EDF: Tensor,
-    z_PRF: Tensor,
+    z_YRF: Tensor,
     rows: RaggedRows,
     activation: str,
     weights_TK: Tensor | None,
@@ -334,12 +334,12 @@ def down_backward_(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward pass of the second product and the activation; z_PRF, or `out`, becomes z's gradient.
+    """The backward pass of the second product and the activation; z_YRF, or `out`, becomes z's gradient.
 
     Args:
         dy_RD: gradient of each row's output, not yet weighted.
         w2_EDF: its rows or columns are contiguous.
-        z_PRF, pairs: as in `pointwise.activate`.
+        z_YRF, pairs: as in `pointwise.activate`.
         weights_TK: combine weights, read through `source_R`; None = all one.
 
     Returns:
@@ -347,33 +347,33 @@ def down_backward_(
         [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape
-    h_RF = z_PRF.new_empty(z_PRF.shape[1], n)  # first dh, then h in its place
+    h_RF = z_YRF.new_empty(z_YRF.shape[1], n)  # first dh, then h in its place
     weights, transposed = row_major((w2_EDF,), False)
-    tile = tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k)
-    arguments, constants = _rows_arguments(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
+    tile = tile or _pick("nt" if transposed else f"down_backward{z_YRF.shape[0]}", rows, n, k)
+    arguments, constants = _rows_arguments(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_YRN=h_RF)
     launch(*arguments, **constants)
-    dots = activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
+    dots = activation_backward_(h_RF, z_YRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
     return h_RF, dots
 
 
 def weight_gradient(
-    a_PRM: Tensor, b_RN: Tensor, rows: RaggedRows, *, out: Tensor | None = None, tile: Tile | None = None
+    a_YRM: Tensor, b_RN: Tensor, rows: RaggedRows, *, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """[P, E, M, N]: a_e^T b_e over the rows of every expert, zeros for an expert without rows.
+    """[Y, E, M, N]: a_e^T b_e over the rows of every expert, zeros for an expert without rows.
 
     `out` may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
     """
-    planes, num_rows, m = a_PRM.shape
+    planes, num_rows, m = a_YRM.shape
     n = b_RN.shape[1]
-    assert num_rows == b_RN.shape[0] == rows.num_rows and a_PRM.dtype == b_RN.dtype
+    assert num_rows == b_RN.shape[0] == rows.num_rows and a_YRM.dtype == b_RN.dtype
     experts = rows.offsets_E.shape[0]
     if out is None:
-        out = a_PRM.new_empty(planes, experts, m, n)
+        out = a_YRM.new_empty(planes, experts, m, n)
     tile = tile or _pick("inner", rows, n, m)
-    found = _inner_launch(tile, a_PRM.device, m, n, planes * experts, out.dtype.itemsize)
+    found = _inner_launch(tile, a_YRM.device, m, n, planes * experts, out.dtype.itemsize)
     launch(
         hopper_inner.inner_kernel, (found.programs,),
-        descriptors.ragged_rows(a_PRM, *found.a_box), descriptors.ragged_rows(b_RN[None], *found.b_box),
+        descriptors.ragged_rows(a_YRM, *found.a_box), descriptors.ragged_rows(b_RN[None], *found.b_box),
         descriptors.boxes(out[None], found.out_box),
         rows.offsets_E, rows.order_E, experts, planes, found.m_tiles, found.n_tiles, found.group, m,
         **found.constants,
@@ -396,7 +396,7 @@ class _InnerLaunch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _inner_launch(tile: Tile, device: torch.device, m: int, n: int, matrices: int, itemsize: int) -> _InnerLaunch:
-    """Args: matrices: P E. itemsize: of the result."""
+    """Args: matrices: Y E. itemsize: of the result."""
     tile = _runnable(tile)
     if itemsize == 4:  # parts of as many bytes
         tile = tile._replace(split=min(2 * tile.split, 4))

@@ -4,7 +4,7 @@ A product of two bf16 numbers is exact in fp32, so bf16 products with fp32 sums 
 split into bf16 parts of 8 bits each. Jitter multiplies x by hashed factors as it is loaded: nothing of the size of x is
 written. No atomics: the weights' gradient is summed over spans of tokens in a second launch.
 
-Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp32 number.
+Shapes: T tokens, D model width, E experts, S spans of tokens, Y planes (the bf16 parts of an fp32 number).
 """
 
 from __future__ import annotations
@@ -260,14 +260,14 @@ def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter, dtype: tor
         return dweight_ED.zero_()
     # in parts once, so that the product below takes them from memory as they are
     parts = _parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3)
-    parts_PTE = torch.empty(parts, tokens, experts, dtype=x_TD.dtype, device=x_TD.device)
+    parts_YTE = torch.empty(parts, tokens, experts, dtype=x_TD.dtype, device=x_TD.device)
     numbers = tokens * experts
-    launch(_split_kernel, (cdiv(numbers, 2048),), dlogits_TE, parts_PTE, numbers, PARTS=parts, BLOCK=2048)
+    launch(_split_kernel, (cdiv(numbers, 2048),), dlogits_TE, parts_YTE, numbers, PARTS=parts, BLOCK=2048)
     sums_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
     block = _expert_block(experts, tile)
     launch(
         _weight_gradient_kernel, (cdiv(width, tile.columns), cdiv(experts, block), spans),
-        parts_PTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,
+        parts_YTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,
         JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts, SPAN=tile.span,
         BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

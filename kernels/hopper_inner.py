@@ -1,6 +1,6 @@
 """Products with a ragged inner dimension, warp-specialised: C_e = A_e^T B_e. See `hopper_products`.
 
-Shapes: E experts, P planes (gate, up); BM x BN x BK a tile.
+Shapes: E experts, Y planes (gate, up); BM x BN x BK a tile.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ are done), and, in products of rows, those of the tile queue. Experts end in par
 tiles are scheduled dynamically, by a counter in device memory that all producers draw from, and a producer passes each
 tile's number to its consumers by a queue in shared memory.
 
-Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the tile.
+Shapes: R rows, E experts, Y planes (gate, up), M block rows; BM x BN x BK the tile.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Forward, x A; backward, what the gradients of both factors need. The products whose result is large are steps of the
 experts' own products: see `expert_products.LowRank`.
 
-Shapes: R rows sorted by expert, E experts, K columns of the large operand, F expert width, P planes (gate and up: 2,
+Shapes: R rows sorted by expert, E experts, K columns of the large operand, F expert width, Y planes (gate and up: 2,
 else 1), L columns of a factor, a power of two from 16 up of which `rank` are not padding, M block rows.
 """
 
@@ -62,9 +62,9 @@ class Factors(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Factors as products read them, with zeros in columns that are padding: A [E, P * L, K]; B times the scale.
+    """Factors as products read them, with zeros in columns that are padding: A [E, Y * L, K]; B times the scale.
 
-    up_b: [P, E, F, P * L], each plane with zeros in the others' columns.
+    up_b: [Y, E, F, Y * L], each plane with zeros in the others' columns.
     down_b: [1, E, D, L].
     """
 
@@ -344,11 +344,11 @@ def outer(
     factor_EKL: Tensor | None = None,
     source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over each expert's rows of a_r low_r, fp32 [P, E, K, rank], and, given a factor, [R, L] = a factor.
+    """Sums over each expert's rows of a_r low_r, fp32 [Y, E, K, rank], and, given a factor, [R, L] = a factor.
 
     Args:
         a: [R, K].
-        low: [R, P * L].
+        low: [R, Y * L].
         weights_TK, source_R: multiply each row of low.
     """
     matrix, choices = (a.x_TD, a.choices) if isinstance(a, Tokens) else (a, 0)
@@ -371,7 +371,7 @@ def outer(
 
 
 class Hidden(NamedTuple):
-    """Results of `hidden_backward_`: fp32 gradients, db [P, E, F, rank] and da [E, F, rank]; v [R, P * L]; dots."""
+    """Results of `hidden_backward_`: fp32 gradients, db [Y, E, F, rank] and da [E, F, rank]; v [R, Y * L]; dots."""
 
     db: Tensor
     da: Tensor
@@ -381,10 +381,10 @@ class Hidden(NamedTuple):
 
 def hidden_backward_(
     dh_RF: Tensor,
-    z_PRF: Tensor,
+    z_YRF: Tensor,
     u_RL: Tensor,
     v_down_RL: Tensor,
-    b_PEFL: Tensor,
+    b_YEFL: Tensor,
     rows: RaggedRows,
     rank: int,
     *,
@@ -393,21 +393,21 @@ def hidden_backward_(
     weights_TK: Tensor | None,
     source_R: Tensor,
 ) -> Hidden:
-    """The backward pass of the activation and its adapters' products, in two launches. z_PRF becomes its gradient dz.
+    """The backward pass of the activation and its adapters' products, in two launches. z_YRF becomes its gradient dz.
 
     Args:
         dh_RF: gradient of each row's hidden units, not yet weighted.
-        u_RL: x A of the up products, [R, P * L].
+        u_RL: x A of the up products, [R, Y * L].
         v_down_RL: dy B of the down product, not weighted.
-        b_PEFL: B of the up products as `LowRank` has them: [P, E, F, P * L], of plane p in columns p * L and on.
+        b_YEFL: B of the up products as `LowRank` has them: [Y, E, F, Y * L], of plane p in columns p * L and on.
 
     Returns:
         db: of dz and u, times scale. da: of h, weighted, and v_down. v_RL: dz B. dots: fp32 [chunks, R], which add up
         to the gradient of each row's weight.
     """
-    planes, num_rows, width = z_PRF.shape
-    columns, experts = v_down_RL.shape[1], b_PEFL.shape[1]
-    like: dict[str, Any] = {"device": z_PRF.device}
+    planes, num_rows, width = z_YRF.shape
+    columns, experts = v_down_RL.shape[1], b_YEFL.shape[1]
+    like: dict[str, Any] = {"device": z_YRF.device}
     act, alpha, limit, shift = formula(activation)
     # H100, Qwen3's layer: 0.82 of full training with the product of h in the activation's launch, 0.83 with h written
     # and read again. With those of dz there too, whose tiles change layout for each, it took longer
@@ -417,16 +417,16 @@ def hidden_backward_(
     dots = None if weights_TK is None else torch.empty(chunks, num_rows, dtype=torch.float32, **like)
     launch(
         _activation_outer_kernel, (chunks, experts),
-        dh_RF, z_PRF, v_down_RL, weights_TK, source_R, dots, da, rows.offsets_E, num_rows, width, rank,
+        dh_RF, z_YRF, v_down_RL, weights_TK, source_R, dots, da, rows.offsets_E, num_rows, width, rank,
         ACT=act, ALPHA=alpha, LIMIT=limit, SHIFT=shift, GLU=planes == 2, WEIGHTED=weights_TK is not None, L=columns,
         **_options(sizes, width),
     )  # fmt: skip
     chunks = cdiv(width, PLANES_OUTER.columns)
     db = torch.empty(planes, experts, width, rank, dtype=torch.float32, **like)
-    partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, **like)
+    partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_YRF.dtype, **like)
     launch(
         _planes_outer_kernel, (chunks, experts, planes),
-        z_PRF, u_RL, b_PEFL, partial, db, rows.offsets_E, num_rows, width, rank, db[0].numel(), float(scale),
+        z_YRF, u_RL, b_YEFL, partial, db, rows.offsets_E, num_rows, width, rank, db[0].numel(), float(scale),
         PLANES=planes, L=columns, **_options(PLANES_OUTER, width),
     )  # fmt: skip
     return Hidden(db, da, torch.sum(partial, 0), dots)

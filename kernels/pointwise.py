@@ -1,6 +1,6 @@
 """The activation, forwards and backwards, row by row: for products that do not carry it in their epilogue.
 
-Shapes: R rows, E experts, F expert width, P planes (gate and up: 2, else 1), V values of one plane, T tokens,
+Shapes: R rows, E experts, F expert width, Y planes (gate and up: 2, else 1), W values of one plane, T tokens,
 K choices.
 """
 
@@ -104,7 +104,7 @@ def _options(z: Tensor, activation: str, pairs: str | None) -> dict[str, Any]:
 
 
 def activate(
-    z_PRF: Tensor,
+    z_YRF: Tensor,
     offsets_E: Tensor,
     activation: str,
     *,
@@ -114,21 +114,21 @@ def activate(
     """h_RF = act(z[0]) (times z[1]); rows past the end are undefined.
 
     Args:
-        z_PRF: [P, R, F]; with `pairs` [1, R, 2 F], the gate and up of a row side by side.
+        z_YRF: [Y, R, F]; with `pairs` [1, R, 2 F], the gate and up of a row side by side.
         activation: a name in `activations.NAMES`; of a GLU also a `GLUFormula`.
         pairs: concatenated | interleaved.
         bias_EF: as wide as z's rows; added to z, in place. Not for two planes.
     """
-    _, rows, width = z_PRF.shape
+    _, rows, width = z_YRF.shape
     width = width // 2 if pairs else width
-    z_PRF = z_PRF if bias_EF is not None else z_PRF.contiguous()
-    h_RF = torch.empty(rows, width, dtype=z_PRF.dtype, device=z_PRF.device)
+    z_YRF = z_YRF if bias_EF is not None else z_YRF.contiguous()
+    h_RF = torch.empty(rows, width, dtype=z_YRF.dtype, device=z_YRF.device)
     if rows and width:
         wide, experts = min(next_power_of_2(width), 2048), offsets_E.shape[0]
         block = max(1, 1024 // wide)
         launch(
             _activate_kernel, (cdiv(rows, block), cdiv(width, wide)),
-            z_PRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_PRF, activation, pairs),
+            z_YRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_YRF, activation, pairs),
             BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ALIGN=divisor(width), ROWS=block, WIDTH=wide,
             num_warps=block * wide // 512,
         )  # fmt: skip
@@ -199,7 +199,7 @@ def _backward_tile(width: int) -> tuple[int, int]:
 
 def activation_backward_(
     dh_RF: Tensor,
-    z_PRF: Tensor,
+    z_YRF: Tensor,
     offsets_E: Tensor,
     activation: str,
     weights_TK: Tensor | None,
@@ -208,26 +208,26 @@ def activation_backward_(
     pairs: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """In place: z_PRF becomes its gradient, dh_RF the weighted h. Rows past the end keep what they hold.
+    """In place: z_YRF becomes its gradient, dh_RF the weighted h. Rows past the end keep what they hold.
 
     Args:
-        z_PRF, pairs: as in `activate`.
-        out: like z_PRF; receives the gradient instead of z_PRF.
+        z_YRF, pairs: as in `activate`.
+        out: like z_YRF; receives the gradient instead of z_YRF.
 
     Returns:
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
     rows, width = dh_RF.shape
-    assert z_PRF.shape[1:] == (rows, 2 * width if pairs else width)
-    assert dh_RF.is_contiguous() and z_PRF.is_contiguous()
+    assert z_YRF.shape[1:] == (rows, 2 * width if pairs else width)
+    assert dh_RF.is_contiguous() and z_YRF.is_contiguous()
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
         wide, block = _backward_tile(width)
         launch(
             _activation_backward_kernel, (cdiv(rows, block),),
-            dh_RF, z_PRF, z_PRF if out is None else out, weights_TK, source_R, dots, offsets_E[-1:],
+            dh_RF, z_YRF, z_YRF if out is None else out, weights_TK, source_R, dots, offsets_E[-1:],
             1 if pairs else rows, width,
-            **_options(z_PRF, activation, pairs), WEIGHTED=weights_TK is not None, ALIGN=divisor(width),
+            **_options(z_YRF, activation, pairs), WEIGHTED=weights_TK is not None, ALIGN=divisor(width),
             ROWS=block, WIDTH=wide, num_warps=4,
         )  # fmt: skip
     return dots
@@ -266,8 +266,8 @@ def _values_backward_kernel(
 
 
 def values_backward_(
-    dh_V: Tensor,
-    z_PV: Tensor,
+    dh_W: Tensor,
+    z_YW: Tensor,
     topology: Topology,
     activation: str,
     weights_TK: Tensor | None,
@@ -283,14 +283,14 @@ def values_backward_(
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
     weighted = weights_TK is not None
-    dots = torch.empty(1, topology.num_rows, dtype=torch.float32, device=dh_V.device) if weighted else None
+    dots = torch.empty(1, topology.num_rows, dtype=torch.float32, device=dh_W.device) if weighted else None
     wide = min(next_power_of_2(max(topology.widths)), 512)
     rows = min(max(1, 2048 // wide), topology.block)
     launch(
         _values_backward_kernel, (topology.block_rows, topology.block // rows),
-        dh_V, z_PV, z_PV if out is None else out, weights_TK, source_R, dots,
-        topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
-        **_options(z_PV, activation, None), WEIGHTED=weighted, ALIGN=divisor(topology.common_width),
+        dh_W, z_YW, z_YW if out is None else out, weights_TK, source_R, dots,
+        topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_YW.stride(0),
+        **_options(z_YW, activation, None), WEIGHTED=weighted, ALIGN=divisor(topology.common_width),
         ROWS=rows, WIDTH=wide, num_warps=4,
     )  # fmt: skip
     return dots

@@ -7,7 +7,7 @@ topologies, and every transpose, there is `block_products`.
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix per expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 
-Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
+Shapes: R rows, C columns of S, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _precision(tf32: bool) -> str:
 
 
 def _rows(
-    a_P: tuple[Tensor, ...],
-    b_P: tuple[Tensor, ...],
+    a_Y: tuple[Tensor, ...],
+    b_Y: tuple[Tensor, ...],
     out: Tensor,
     topology: Topology,
     tile: SparseTile,
@@ -69,7 +69,7 @@ def _rows(
     activation: str | None = None,
 ) -> None:
     """Launches `rows_kernel`. A is S where not `sdd`; B is [inner, columns] or a stack of such."""
-    a, b = a_P[0], b_P[0]
+    a, b = a_Y[0], b_Y[0]
     uniform, block = topology.uniform, topology.block
     width = topology.widths[0] if uniform else 0  # 0: the kernel reads each expert's
     inner, columns = (b.shape[-2], width) if sdd else (width, b.shape[-1])
@@ -84,12 +84,12 @@ def _rows(
     align = divisor(topology.common_width, inner, columns, a_row, b_expert, b_n if along else b_k, out_row)
     launch(
         rows_kernel, (programs,),
-        a, b, a_P[-1], b_P[-1], out, h, source_R,
+        a, b, a_Y[-1], b_Y[-1], out, h, source_R,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.locals_M, topology.heights_M,
         topology.values_M, topology.row_offsets_M1, topology.rows_Z, topology.widths_E, topology.columns_E,
         topology.block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out_row,
         out.stride(0) if glu else 0,
-        SDD=sdd, UNIFORM=uniform, STACKED=b.dim() == 3, CHOICES=choices, PLANES=1 if glu else len(a_P), GLU=glu,
+        SDD=sdd, UNIFORM=uniform, STACKED=b.dim() == 3, CHOICES=choices, PLANES=1 if glu else len(a_Y), GLU=glu,
         ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group, ALIGN=align, ALONG=along,
         EVEN_N=(topology.common_width if sdd else columns) % tile.bn == 0,
         EVEN_K=(inner if sdd else topology.common_width) % tile.bk == 0,
@@ -145,9 +145,9 @@ def sdd_act(
     tf32: bool = False,
     tile: SparseTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first products of a layer in one launch: z_PRF = a·W1ᵀ (and a·V1ᵀ), h_RF = act(z[0]) (times z[1]).
+    """The first products of a layer in one launch: z_YRF = a·W1ᵀ (and a·V1ᵀ), h_RF = act(z[0]) (times z[1]).
 
-    For experts of different widths z and h are values as `sdd` returns them, flat: [P, V] and [V].
+    For experts of different widths z and h are values as `sdd` returns them, flat: [Y, W] and [W].
 
     Args:
         a: [R, D]; with `source_R` (int32 [R]) [T, D], whose row source_R[r] // choices is row r.
@@ -157,9 +157,9 @@ def sdd_act(
     """
     assert a.dtype == weights[0].dtype
     shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
-    z_PRF = torch.empty(len(weights), *shape, dtype=a.dtype, device=a.device)
-    h_RF = torch.empty_like(z_PRF[0])
-    if z_PRF.numel():
+    z_YRF = torch.empty(len(weights), *shape, dtype=a.dtype, device=a.device)
+    h_RF = torch.empty_like(z_YRF[0])
+    if z_YRF.numel():
         glu = len(weights) == 2
         product = "glu" if glu else "act"
         tile = tile or choose(
@@ -168,10 +168,10 @@ def sdd_act(
         )  # fmt: skip
         turned = tuple(weight.mT for weight in weights)
         _rows(
-            (a,), turned, z_PRF, topology, tile, sdd=True, tf32=tf32, source_R=source_R, choices=choices, h=h_RF,
+            (a,), turned, z_YRF, topology, tile, sdd=True, tf32=tf32, source_R=source_R, choices=choices, h=h_RF,
             glu=glu, activation=activation,
         )  # fmt: skip
-    return z_PRF, h_RF
+    return z_YRF, h_RF
 
 
 def dsd(
@@ -196,27 +196,27 @@ def dsd(
         zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
         out: the result's place, with `trans_s` and `stacked`; in fp32 it gets the sums unrounded.
     """
-    s_P = s if isinstance(s, tuple) else (s,)
-    b_P = tuple(matrix.mT if trans_b else matrix for matrix in (b if isinstance(b, tuple) else (b,)))
-    for values, matrix in zip(s_P, b_P, strict=True):
+    s_Y = s if isinstance(s, tuple) else (s,)
+    b_Y = tuple(matrix.mT if trans_b else matrix for matrix in (b if isinstance(b, tuple) else (b,)))
+    for values, matrix in zip(s_Y, b_Y, strict=True):
         assert values.dtype == matrix.dtype and values.is_contiguous() and values.numel() == topology.num_values
-        assert matrix.shape == b_P[0].shape and matrix.stride() == b_P[0].stride()
+        assert matrix.shape == b_Y[0].shape and matrix.stride() == b_Y[0].stride()
     if topology.uniform:
-        s_P = tuple(values.view(topology.num_rows, -1) for values in s_P)
-    s, b_in, n = s_P[0], b_P[0], b_P[0].shape[-1]
+        s_Y = tuple(values.view(topology.num_rows, -1) for values in s_Y)
+    s, b_in, n = s_Y[0], b_Y[0], b_Y[0].shape[-1]
     if trans_s:
-        assert b_in.shape == (topology.num_rows, n) and len(b_P) == 1
+        assert b_in.shape == (topology.num_rows, n) and len(b_Y) == 1
         return _inner(s, b_in, topology, stacked=stacked, tf32=tf32, out=out, tile=tile)
     assert _meets_columns(b_in, topology)
     result = (torch.zeros if zero_tail else torch.empty)(topology.num_rows, n, dtype=s.dtype, device=s.device)
     if result.numel():
-        b_P = tuple(_by_expert(matrix, topology, 0) for matrix in b_P)
-        product = "dsd2" if len(b_P) == 2 else "dsd"
+        b_Y = tuple(_by_expert(matrix, topology, 0) for matrix in b_Y)
+        product = "dsd2" if len(b_Y) == 2 else "dsd"
         tile = tile or choose(
             product, s.device, topology.block, s.dtype, columns=n, inner=max(topology.widths), tf32=tf32,
             along=_along(b_in),
         )  # fmt: skip
-        _rows(s_P, b_P, result, topology, tile, sdd=False, tf32=tf32)
+        _rows(s_Y, b_Y, result, topology, tile, sdd=False, tf32=tf32)
     return result
 
 

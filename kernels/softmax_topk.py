@@ -3,7 +3,7 @@
 One more pass computes all of their gradients. No atomics: statistics are summed over programs in a second small
 launch, which also computes the balance loss of these tokens if it is a single program.
 
-Shapes: T tokens, E experts (1024 at most), K choices, P programs.
+Shapes: T tokens, E experts (1024 at most), K choices.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ SDD the columns are S's, in DSD the inner dimension is.
 `inner_kernel` (SᵀD): the weights' gradients, whose inner dimension is an expert's rows. A tile is a block column of the
 topology by BN columns of the dense operand.
 
-Shapes: R rows, E experts, M block rows, N block columns, B block, BN x BK the rest of a tile, P planes (gate and up: 2,
+Shapes: R rows, E experts, M block rows, N block columns, B block, BN x BK the rest of a tile, Y planes (gate and up: 2,
 else 1).
 """
 

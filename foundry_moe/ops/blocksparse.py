@@ -15,7 +15,7 @@ side by side: w1, v1 and w2 [H, D]. Gate and up may be one tensor w1 [E, 2 F, D]
 transposed in memory: both are read, and their gradients written, as they lie. See `ExpertPlan.layout`.
 
 Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, H widths of all experts added up,
-P planes (gate and up: 2, else 1), V values of one plane (R * F where experts have one width).
+Y planes (gate and up: 2, else 1), W values of one plane (R * F where experts have one width).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _up(
     x_TD: Tensor, w1: Tensor, v1: Tensor | None, bias_EF: Tensor | None, plan: ExpertPlan,
     w1_copy: Tensor | None = None, v1_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """z_PV and h_V: pre-activations, and act(z[0]) (times z[1]). Products read the copies, if there are any."""
+    """z_YW and h_W: pre-activations, and act(z[0]) (times z[1]). Products read the copies, if there are any."""
     w1, v1 = (w1, v1) if w1_copy is None else (w1_copy, v1_copy)
     if plan.rows == 0:
         return _fake_up(x_TD, w1, v1, bias_EF, plan)
@@ -99,47 +99,47 @@ def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
     return products.sdd(x_RD, weight, topology, trans_b=True, tf32=tf32_allowed(), zero_tail=False)
 
 
-@operator("expert_down", lambda z_PV, h_V, w2, _, plan, *more: h_V.new_empty(plan.row_TK.shape[0], w2.shape[1]))
+@operator("expert_down", lambda z_YW, h_W, w2, _, plan, *more: h_W.new_empty(plan.row_TK.shape[0], w2.shape[1]))
 def _down(
-    z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, w2_copy: Tensor | None = None
+    z_YW: Tensor, h_W: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, w2_copy: Tensor | None = None
 ) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ. Takes z for the backward pass: h is a function of it."""
     dtype, w2 = w2.dtype, w2 if w2_copy is None else w2_copy
-    _compile_ahead(w2, z_PV.shape[0], weights_TK, plan, dtype)
+    _compile_ahead(w2, z_YW.shape[0], weights_TK, plan, dtype)
     w2 = aligned_stack(w2)
     if plan.rows == 0:
-        return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
+        return h_W.new_zeros(plan.row_TK.shape[0], w2.shape[1])
     if plan.kernels == "hopper":
-        y_RD = hopper.rows_product(h_V[None], (w2,), plan.ragged, transposed=True)
+        y_RD = hopper.rows_product(h_W[None], (w2,), plan.ragged, transposed=True)
     else:
-        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=tf32_allowed(), zero_tail=False)
+        y_RD = products.dsd(h_W, w2, plan.topology, trans_b=w2.dim() == 3, tf32=tf32_allowed(), zero_tail=False)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK)
 
 
-def _fake_down_backward(dy_TD, z_PV, w2, weights_TK, plan, dtype):  # type: ignore[no-untyped-def]
+def _fake_down_backward(dy_TD, z_YW, w2, weights_TK, plan, dtype):  # type: ignore[no-untyped-def]
     dweights = dy_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(weights_TK.shape)
     return torch.empty_like(w2, dtype=dtype), dweights
 
 
-@operator("expert_down_backward_", _fake_down_backward, mutates=["z_PV"])
+@operator("expert_down_backward_", _fake_down_backward, mutates=["z_YW"])
 def _down_backward_(
-    dy_TD: Tensor, z_PV: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
+    dy_TD: Tensor, z_YW: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dw2 (of this dtype) and dweights_TK (empty without weights). Overwrites z_PV with its gradient."""
-    return _down_backward_into(z_PV, dy_TD, z_PV, w2, weights_TK, plan, dtype)
+    """dw2 (of this dtype) and dweights_TK (empty without weights). Overwrites z_YW with its gradient."""
+    return _down_backward_into(z_YW, dy_TD, z_YW, w2, weights_TK, plan, dtype)
 
 
 @operator("expert_down_backward", lambda dy, z, *rest: (torch.empty_like(z), *_fake_down_backward(dy, z, *rest)))
 def _down_backward(
-    dy_TD: Tensor, z_PV: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
+    dy_TD: Tensor, z_YW: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dz_PV, dw2 and dweights_TK. For compiled graphs, which copy a saved tensor before it is overwritten."""
-    dz_PV = torch.empty_like(z_PV)
-    return dz_PV, *_down_backward_into(dz_PV, dy_TD, z_PV, w2, weights_TK, plan, dtype)
+    """dz_YW, dw2 and dweights_TK. For compiled graphs, which copy a saved tensor before it is overwritten."""
+    dz_YW = torch.empty_like(z_YW)
+    return dz_YW, *_down_backward_into(dz_YW, dy_TD, z_YW, w2, weights_TK, plan, dtype)
 
 
 def _down_backward_into(
-    dz_PV: Tensor, dy_TD: Tensor, z_PV: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan,
+    dz_YW: Tensor, dy_TD: Tensor, z_YW: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.rows == 0:
@@ -154,50 +154,50 @@ def _down_backward_into(
     # activation's backward pass, so that no product is computed for their gradient.
     if plan.kernels == "hopper":
         ragged = plan.ragged
-        h_V, dots = hopper.down_backward_(
-            dy_RD, w2, z_PV, ragged, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_PV
+        h_W, dots = hopper.down_backward_(
+            dy_RD, w2, z_YW, ragged, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_YW
         )
-        outer = (h_V[None], dy_RD) if turned else (dy_RD[None], h_V)
+        outer = (h_W[None], dy_RD) if turned else (dy_RD[None], h_W)
         hopper.weight_gradient(*outer, ragged, out=(dw2.mT if turned else dw2)[None])
     else:
         topology, stacked = plan.topology, w2.dim() == 3
-        h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=tf32_allowed(), zero_tail=False)
+        h_W = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=tf32_allowed(), zero_tail=False)
         if topology.uniform:
             dots = pointwise.activation_backward_(
-                h_V, z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_PV
+                h_W, z_YW, plan.offsets_E, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_YW
             )  # fmt: skip
         else:
             dots = pointwise.values_backward_(
-                h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R, out=dz_PV
+                h_W, z_YW, topology, plan.activation, weights_TK, plan.source_R, out=dz_YW
             )
         out = dw2.mT if stacked else dw2
-        products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
+        products.dsd(h_W, dy_RD, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
     if weights_TK is None or dots is None:
         return dw2, dy_TD.new_empty(0)
     return dw2, permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
 
 
-def _fake_up_backward(dz_PV, x_TD, w1, v1, plan, dtype, needs_dx):  # type: ignore[no-untyped-def]
+def _fake_up_backward(dz_YW, x_TD, w1, v1, plan, dtype, needs_dx):  # type: ignore[no-untyped-def]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
-    bias = (len(plan.widths), dz_PV.shape[-1]) if plan.biased else (0,)
-    return dx_TD, _gradients_of(w1, dz_PV.shape[0], plan, dtype)[0], w1.new_empty(bias)
+    bias = (len(plan.widths), dz_YW.shape[-1]) if plan.biased else (0,)
+    return dx_TD, _gradients_of(w1, dz_YW.shape[0], plan, dtype)[0], w1.new_empty(bias)
 
 
 @operator("expert_up_backward", _fake_up_backward)
 def _up_backward(
-    dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan, dtype: torch.dtype, needs_dx: bool
+    dz_YW: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan, dtype: torch.dtype, needs_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx_TD (empty unless `needs_dx`), `_gradients_of` w1 and v1, and the bias's gradient (empty unless `biased`)."""
     if plan.rows == 0:
-        return tuple(map(torch.zeros_like, _fake_up_backward(dz_PV, x_TD, w1, v1, plan, dtype, needs_dx)))  # type: ignore[return-value]
-    dz_PV, x_TD, weights = aligned(dz_PV), aligned(x_TD), planes_of(w1, v1, plan)
+        return tuple(map(torch.zeros_like, _fake_up_backward(dz_YW, x_TD, w1, v1, plan, dtype, needs_dx)))  # type: ignore[return-value]
+    dz_YW, x_TD, weights = aligned(dz_YW), aligned(x_TD), planes_of(w1, v1, plan)
     turned = w1.dim() == 3 and weights[0].stride(-1) != 1  # as it lies, the gradient is that of w1.mT
     dx_TD = x_TD.new_empty(0)
     on_hopper = plan.kernels == "hopper"
     if on_hopper:
         ragged = plan.ragged
     else:
-        topology = plan.topology_of(dz_PV.shape[2]) if plan.pairs else plan.topology
+        topology = plan.topology_of(dz_YW.shape[2]) if plan.pairs else plan.topology
     x_RD = None
     if needs_dx:
         if on_hopper:
@@ -206,27 +206,27 @@ def _up_backward(
             if tokens is not None and hopper.copies(tokens):  # the product copies x's rows for the weights' gradient
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
                 beside = (tokens, x_RD)
-            dx_RD = hopper.rows_product(dz_PV, weights, ragged, transposed=False, beside=beside)
+            dx_RD = hopper.rows_product(dz_YW, weights, ragged, transposed=False, beside=beside)
         else:
-            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=tf32_allowed(), zero_tail=False)
+            dx_RD = products.dsd(tuple(dz_YW), weights, topology, tf32=tf32_allowed(), zero_tail=False)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
-    dw1, dw_P = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
+    dw1, dw_Y = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
     # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 against 0.2 ms)
     for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD):
         rows = gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if on_hopper and turned:
-            hopper.weight_gradient(rows[None], dz_PV[0], ragged, out=dw_P.mT[:, :, columns])
+            hopper.weight_gradient(rows[None], dz_YW[0], ragged, out=dw_Y.mT[:, :, columns])
         elif on_hopper:
-            hopper.weight_gradient(dz_PV, rows, ragged, out=dw_P[..., columns])
+            hopper.weight_gradient(dz_YW, rows, ragged, out=dw_Y[..., columns])
         else:
             stacked = w1.dim() == 3
-            for dz_V, dw in zip(dz_PV, dw_P, strict=True):
+            for dz_W, dw in zip(dz_YW, dw_Y, strict=True):
                 out = dw[..., columns]
-                products.dsd(dz_V, rows, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
+                products.dsd(dz_W, rows, topology, trans_s=True, stacked=stacked, tf32=tf32_allowed(), out=out)
         del rows  # before the next part is copied
-    return dx_TD, dw1, _bias_gradient(dz_PV[0], plan) if plan.biased else w1.new_empty(0)
+    return dx_TD, dw1, _bias_gradient(dz_YW[0], plan) if plan.biased else w1.new_empty(0)
 
 
 def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
@@ -267,41 +267,41 @@ def _save_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> 
     ctx.save_for_backward(x_TD, *read, *plan.tensors)
 
 
-def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[Tensor | None, ...]:
-    assert dh_V is None, "h has no gradient of its own"
-    if dz_PV is None:
+def _up_gradient(ctx: Any, dz_YW: Tensor | None, dh_W: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert dh_W is None, "h has no gradient of its own"
+    if dz_YW is None:
         return (None,) * 7
     x_TD, w1, v1, *tables = ctx.saved_tensors
     plan = ExpertPlan._make([*tables, *ctx.settings])
-    return *_up_gradients(ctx, dz_PV, x_TD, w1, v1, plan), None, None, None
+    return *_up_gradients(ctx, dz_YW, x_TD, w1, v1, plan), None, None, None
 
 
 def _up_gradients(
-    ctx: Any, dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan
+    ctx: Any, dz_YW: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x_TD, w1, v1 and the bias."""
     needs_dx = ctx.needs_input_grad[0]
-    up_backward = _up_backward if is_traced(dz_PV) else _up_backward.eager
-    dx_TD, dw1, dbias_EF = up_backward(dz_PV, x_TD, w1, v1, plan, ctx.dtype, needs_dx)
+    up_backward = _up_backward if is_traced(dz_YW) else _up_backward.eager
+    dx_TD, dw1, dbias_EF = up_backward(dz_YW, x_TD, w1, v1, plan, ctx.dtype, needs_dx)
     of_weights = (dw1, None) if v1 is None else (dw1[0], dw1[1])
     return dx_TD if needs_dx else None, *of_weights, dbias_EF if plan.biased else None
 
 
 def _save_down(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    z_PV, _, w2, weights_TK, plan, w2_copy = inputs
+    z_YW, _, w2, weights_TK, plan, w2_copy = inputs
     ctx.dtype, ctx.settings = w2.dtype, plan.settings
-    ctx.save_for_backward(z_PV, w2 if w2_copy is None else w2_copy, weights_TK, *plan.tensors)
+    ctx.save_for_backward(z_YW, w2 if w2_copy is None else w2_copy, weights_TK, *plan.tensors)
 
 
 def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    z_PV, w2, weights_TK, *tables = take_saved(ctx)
+    z_YW, w2, weights_TK, *tables = take_saved(ctx)
     plan = ExpertPlan._make([*tables, *ctx.settings])
     if is_traced(dy_TD):
-        dz_PV, dw2, dweights_TK = _down_backward(dy_TD, z_PV, w2, weights_TK, plan, ctx.dtype)
+        dz_YW, dw2, dweights_TK = _down_backward(dy_TD, z_YW, w2, weights_TK, plan, ctx.dtype)
     else:
-        dz_PV = z_PV.detach()  # the same memory and version: what autograd saved becomes the gradient
-        dw2, dweights_TK = _down_backward_.eager(dy_TD, dz_PV, w2, weights_TK, plan, ctx.dtype)
-    return dz_PV, None, dw2, None if weights_TK is None else dweights_TK, None, None
+        dz_YW = z_YW.detach()  # the same memory and version: what autograd saved becomes the gradient
+        dw2, dweights_TK = _down_backward_.eager(dy_TD, dz_YW, w2, weights_TK, plan, ctx.dtype)
+    return dz_YW, None, dw2, None if weights_TK is None else dweights_TK, None, None
 
 
 def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -314,9 +314,9 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, w1, v1, bias_EF, w2, weights_TK, *tables = ctx.saved_tensors
     plan = ExpertPlan._make([*tables, *ctx.settings])
-    z_PV = _up(x_TD, w1, v1, bias_EF, plan, None, None)[0]
-    dw2, dweights_TK = _down_backward_(dy_TD, z_PV, w2, weights_TK, plan, ctx.dtype)
-    of_up = _up_gradients(ctx, z_PV, x_TD, w1, v1, plan)
+    z_YW = _up(x_TD, w1, v1, bias_EF, plan, None, None)[0]
+    dw2, dweights_TK = _down_backward_(dy_TD, z_YW, w2, weights_TK, plan, ctx.dtype)
+    of_up = _up_gradients(ctx, z_YW, x_TD, w1, v1, plan)
     return *of_up, dw2, None if weights_TK is None else dweights_TK, None, None, None, None
 
 
@@ -355,7 +355,7 @@ def _run_few(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPla
         few = ahead.few_rows(plan, tokens, experts)
         weights = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
         x_TD = w2.new_zeros(tokens, w2.shape[1])
-        z_PV, h_V = _up(x_TD, w1, v1, bias, few)
-        y_TD = _down(z_PV, h_V, w2, weights, few)
-        _down_backward_(y_TD, z_PV, w2, weights, few, dtype)
-        _up_backward(z_PV, x_TD, w1, v1, few, dtype, True)
+        z_YW, h_W = _up(x_TD, w1, v1, bias, few)
+        y_TD = _down(z_YW, h_W, w2, weights, few)
+        _down_backward_(y_TD, z_YW, w2, weights, few, dtype)
+        _up_backward(z_YW, x_TD, w1, v1, few, dtype, True)

@@ -1,6 +1,6 @@
 """What the operators of one call of experts share: tables of rows, settings, and operands as kernels read them.
 
-Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
+Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExpertPlan(NamedTuple):
     widths: F of each expert.
     activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.GLUFormula`).
     layout: of gate and up in w1 and in z.
-        separate      w1, and v1 if there is a gate; z [P, R, F]
+        separate      w1, and v1 if there is a gate; z [Y, R, F]
         planes        the upper and the lower half of w1; z [2, R, F], with h from the product's epilogue
         concatenated  the same w1; z [1, R, 2 F], for a bias, a formula or a transposed w1
         interleaved   every second row of w1, gate first; z [1, R, 2 F], columns interleaved too

@@ -8,7 +8,7 @@
 
 Weights are frozen and have no gradient. As in `blocksparse`, the backward pass overwrites z with its gradient.
 
-Shapes: T tokens, R rows, E experts, D model width, F expert width, P planes (gate and up: 2, else 1), r rank, L its
+Shapes: T tokens, R rows, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1), r rank, L its
 columns in kernels (see `foundry_moe_kernels.low_rank`).
 """
 
@@ -99,7 +99,7 @@ def _fake_forward(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-u
 def _forward(
     x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y_TD, and the tensors of the backward pass: z_PRF, u and u2."""
+    """y_TD, and the tensors of the backward pass: z_YRF, u and u2."""
     x_TD = aligned(x_TD)
     if plan.rows == 0:
         made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)
@@ -108,16 +108,16 @@ def _forward(
     ragged, x_RD, w1s = plan.ragged, tokens_of(x_TD, plan) or gather(x_TD, plan), planes_of(frozen.w1, frozen.v1)
     packed = pack(factors, frozen.w2, len(w1s), frozen.scale)
     u_RL = project(x_RD, packed.up_a, ragged)
-    z_PRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
+    z_YRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
     del x_RD
     down_u_RL = project(h_RF, packed.down_a, ragged)
     low = LowRank(a_RL=down_u_RL, b=packed.down_b)
     y_RD = hopper.rows_product(h_RF[None], (aligned(frozen.w2),), ragged, transposed=True, low=low)
-    return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK), z_PRF, u_RL, down_u_RL
+    return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK), z_YRF, u_RL, down_u_RL
 
 
-def _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx):  # type: ignore[no-untyped-def]
-    (planes, _, f), (experts, d, _), rank, x_TD = z_PRF.shape, frozen.w2.shape, factors.rank, kept.x_TD
+def _fake_backward(dy_TD, z_YRF, kept, factors, frozen, plan, needs_dx):  # type: ignore[no-untyped-def]
+    (planes, _, f), (experts, d, _), rank, x_TD = z_YRF.shape, frozen.w2.shape, factors.rank, kept.x_TD
     sizes = (planes, experts, d), (planes, experts, f), (experts, f), (experts, d)
     return (
         torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0),
@@ -126,19 +126,19 @@ def _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx):  # type
     )
 
 
-@operator("lora_experts_backward_", _fake_backward, mutates=["z_PRF"])
+@operator("lora_experts_backward_", _fake_backward, mutates=["z_YRF"])
 def _backward_(
-    dy_TD: Tensor, z_PRF: Tensor, kept: Kept, factors: Factors, frozen: Frozen, plan: ExpertPlan, needs_dx: bool
+    dy_TD: Tensor, z_YRF: Tensor, kept: Kept, factors: Factors, frozen: Frozen, plan: ExpertPlan, needs_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD and dweights_TK (empty where not needed), and the factors' gradients. Overwrites z_PRF."""
+    """dx_TD and dweights_TK (empty where not needed), and the factors' gradients. Overwrites z_YRF."""
     if plan.rows == 0:
-        made = _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx)
+        made = _fake_backward(dy_TD, z_YRF, kept, factors, frozen, plan, needs_dx)
         return tuple(tensor.zero_() for tensor in made)  # type: ignore[return-value]
     dy_TD, x_TD = aligned(dy_TD), aligned(kept.x_TD)
     weights_TK = None if kept.weights_TK is None else kept.weights_TK.contiguous()
     weighted: dict[str, Any] = {"weights_TK": weights_TK, "source_R": plan.source_R}
     ragged, rank = plan.ragged, factors.rank
-    packed = pack(factors, frozen.w2, len(z_PRF), frozen.scale)
+    packed = pack(factors, frozen.w2, len(z_YRF), frozen.scale)
     dy_RD = tokens_of(dy_TD, plan) or gather(dy_TD, plan)
     d_down_b, down_v_RL = outer(
         dy_RD, kept.down_u_RL, ragged, rank, scale=frozen.scale, factor_EKL=packed.down_b[0], **weighted
@@ -150,15 +150,15 @@ def _backward_(
     )  # fmt: skip
     del dy_RD
     hidden = hidden_backward_(
-        dh_RF, z_PRF, kept.u_RL, down_v_RL, packed.up_b, ragged, rank,
+        dh_RF, z_YRF, kept.u_RL, down_v_RL, packed.up_b, ragged, rank,
         scale=frozen.scale, activation=plan.activation, **weighted,
     )  # fmt: skip
     del dh_RF
-    d_up_a, _ = outer(as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_PRF))
+    d_up_a, _ = outer(as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_YRF))
     dx_TD = x_TD.new_empty(0)
     if needs_dx:
         low = LowRank(a_RL=hidden.v_RL, b=packed.up_a[None])
-        dx_RD = hopper.rows_product(z_PRF, planes_of(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
+        dx_RD = hopper.rows_product(z_YRF, planes_of(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
     dweights_TK = dy_TD.new_empty(0)
     if weights_TK is not None and hidden.dots is not None:
@@ -176,14 +176,14 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
 def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy_TD is None:
         return (None,) * 5
-    z_PRF, u_RL, down_u_RL, x_TD, weights_TK, *saved = take_saved(ctx)
+    z_YRF, u_RL, down_u_RL, x_TD, weights_TK, *saved = take_saved(ctx)
     scale, settings = ctx.settings
     factors, frozen = Factors(*saved[:6]), Frozen(saved[6], saved[7], saved[8], scale)
     plan = ExpertPlan._make([*saved[9:], *settings])
     needed = ctx.needs_input_grad
     # detached, z is the same memory and version: what autograd saved becomes the gradient
     dx_TD, dweights_TK, d_up_a, d_up_b, d_down_a, d_down_b = _backward_(
-        dy_TD, z_PRF.detach(), Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
+        dy_TD, z_YRF.detach(), Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
     )
     by_factor = (d_up_a[0], d_up_b[0], d_up_a[-1], d_up_b[-1], d_down_a, d_down_b)
     of_factors = [grad if wanted else None for grad, wanted in zip(by_factor, needed[2:], strict=False)]
@@ -202,8 +202,8 @@ def _compile_ahead(weights_TK: Tensor | None, factors: Factors, frozen: Frozen, 
         base = Frozen(frozen.w1[:few], v1, frozen.w2[:few], frozen.scale)
         x_TD = base.w2.new_zeros(ahead.TOKENS, base.w2.shape[1])
         ones_TK = None if weights_TK is None else weights_TK.new_ones(ahead.TOKENS, choices)
-        y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, low, base, some)
-        _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), low, base, some, True)
+        y_TD, z_YRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, low, base, some)
+        _backward_(y_TD, z_YRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), low, base, some, True)
 
     dtypes = [None if tensor is None else tensor.dtype for tensor in (frozen.w2, weights_TK, *factors)]
     key = ("lora", *dtypes, frozen.w2.shape, frozen.v1 is None, factors.rank, choices, plan.activation)

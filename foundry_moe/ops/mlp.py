@@ -113,8 +113,8 @@ def expert_mlp(
             y_TD = expert_recompute(x_TD, w1, v1, None, w2, weights_TK, shared, *copies)
         else:
             traced = is_traced(x_TD)
-            z_PV, h_V = (expert_up if traced else expert_up.eager)(x_TD, w1, v1, None, shared, *copies[:2])
-            y_TD = (expert_down if traced else expert_down.eager)(z_PV, h_V, w2, weights_TK, shared, copies[2])
+            z_YW, h_W = (expert_up if traced else expert_up.eager)(x_TD, w1, v1, None, shared, *copies[:2])
+            y_TD = (expert_down if traced else expert_down.eager)(z_YW, h_W, w2, weights_TK, shared, copies[2])
     if y_TD.shape[1] != columns:
         y_TD = y_TD[:, :columns]
     return y_TD if biases is None else y_TD + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TD.dtype)
@@ -158,8 +158,8 @@ def packed_mlp(
     if memory == "recompute":
         y_TD = expert_recompute(x_TD, w1, None, bias_EF, w2, weights_TK, shared, None, None, None)
     else:
-        z_PV, h_V = expert_up(x_TD, w1, None, bias_EF, shared, None, None)
-        y_TD = expert_down(z_PV, h_V, w2, weights_TK, shared, None)
+        z_YW, h_W = expert_up(x_TD, w1, None, bias_EF, shared, None, None)
+        y_TD = expert_down(z_YW, h_W, w2, weights_TK, shared, None)
     return y_TD if bias_ED is None else y_TD + _last_biases(bias_ED, weights_TK, plan)
 
 

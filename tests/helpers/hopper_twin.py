@@ -3,7 +3,7 @@
 Gluon has no interpreter. Here tensor maps are read as the chip would read them, by address, shape and strides, so that
 a wrong map, plane or count gives wrong numbers. Tiles, stages and warps are not modelled: those run on GPUs alone.
 
-Shapes: R rows, E experts, K inputs, N outputs, P planes (gate, up), M block rows, L columns of a low-rank operand.
+Shapes: R rows, E experts, K inputs, N outputs, Y planes (gate, up), M block rows, L columns of a low-rank operand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _plain(tensor_map: TensorMap) -> Tensor:
 
 
 def _ragged(tensor_map: TensorMap, rows: int) -> Tensor:
-    """[P, R, C] of a map from `descriptors.ragged_rows`: strides undo each other modulo 2^64, so row r is at 0 + r."""
+    """[Y, R, C] of a map from `descriptors.ragged_rows`: strides undo each other modulo 2^64, so row r is at 0 + r."""
     _, base, shape, strides, _ = tensor_map
     for row in (0, 7):  # of an expert with rows [5, 5 + 9)
         offset = 2**28 * strides[1] + (5 + 9) * strides[2] + (2**28 - 9 + row) * strides[3]
@@ -65,7 +65,7 @@ def _rows(
     height, sides = consumers * tuning.HEIGHT, consumers - 1
     together = gated and sides == 1  # a box of both planes
     a, b, c = _plain(a_map).float(), _plain(b_map).float(), _ragged(c_map, num_rows)
-    b = b if not transposed else b.mT  # [P, E, K, N]
+    b = b if not transposed else b.mT  # [Y, E, K, N]
     columns = bn // 2 if gated else bn
     inner, n = b.shape[2:]
     box = (2 if together else 1, 1, *((bn // (2 if gated else sides), bk) if transposed else (bk, bn // sides)))

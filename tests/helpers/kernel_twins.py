@@ -2,7 +2,7 @@
 
 They read loads on the host and loop over experts. Rows past the last expert's end are zeros in every result.
 
-Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width, P planes (gate, up).
+Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width, Y planes (gate, up).
 """
 
 from __future__ import annotations
@@ -64,41 +64,41 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """Twin of `expert_products.up`."""
     weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
-    z_PRF = x_RD.new_zeros(len(weights), x_RD.shape[0], w1_EFD.shape[1])
+    z_YRF = x_RD.new_zeros(len(weights), x_RD.shape[0], w1_EFD.shape[1])
     for expert, span in _spans(offsets_E):
         for plane, weight in enumerate(weights):
-            z_PRF[plane, span] = x_RD[span] @ weight[expert].T
-    return z_PRF, glu(z_PRF, activation)
+            z_YRF[plane, span] = x_RD[span] @ weight[expert].T
+    return z_YRF, glu(z_YRF, activation)
 
 
-def glu(z_PRF: Tensor, activation: str) -> Tensor:
+def glu(z_YRF: Tensor, activation: str) -> Tensor:
     """act(gate) * up, or act(z) where there is one plane."""
-    h_RF = activate(z_PRF[0], activation)
-    return h_RF * z_PRF[1] if z_PRF.shape[0] == 2 else h_RF
+    h_RF = activate(z_YRF[0], activation)
+    return h_RF * z_YRF[1] if z_YRF.shape[0] == 2 else h_RF
 
 
-def rows_product(a_PRK: Tensor, weights: tuple[Tensor, ...], offsets_E: Tensor, *, transposed: bool) -> Tensor:
+def rows_product(a_YRK: Tensor, weights: tuple[Tensor, ...], offsets_E: Tensor, *, transposed: bool) -> Tensor:
     """Twin of `expert_products.rows_product`."""
     n = weights[0].shape[1 if transposed else 2]
-    c_RN = a_PRK.new_zeros(a_PRK.shape[1], n)
+    c_RN = a_YRK.new_zeros(a_YRK.shape[1], n)
     for expert, span in _spans(offsets_E):
         for plane, weight in enumerate(weights):
-            c_RN[span] += a_PRK[plane, span] @ (weight[expert].T if transposed else weight[expert])
+            c_RN[span] += a_YRK[plane, span] @ (weight[expert].T if transposed else weight[expert])
     return c_RN
 
 
-def glu_backward(dh_RF: Tensor, z_PRF: Tensor, activation: str) -> Tensor:
+def glu_backward(dh_RF: Tensor, z_YRF: Tensor, activation: str) -> Tensor:
     """Gradient of `glu` with respect to z."""
-    slope_RF = activation_grad(z_PRF[0], activation)
-    if z_PRF.shape[0] == 1:
+    slope_RF = activation_grad(z_YRF[0], activation)
+    if z_YRF.shape[0] == 1:
         return (dh_RF * slope_RF)[None]
-    return torch.stack([dh_RF * z_PRF[1] * slope_RF, dh_RF * activate(z_PRF[0], activation)])
+    return torch.stack([dh_RF * z_YRF[1] * slope_RF, dh_RF * activate(z_YRF[0], activation)])
 
 
 def down_backward(
     dy_RD: Tensor,
     w2_EDF: Tensor,
-    z_PRF: Tensor,
+    z_YRF: Tensor,
     offsets_E: Tensor,
     activation: str,
     weights_A: Tensor | None,
@@ -106,19 +106,19 @@ def down_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of `expert_products.down_backward_`, but it leaves z alone: (dz, weighted h, dot(dy, y) of each row)."""
     dh_RF = rows_product(dy_RD[None], (w2_EDF,), offsets_E, transposed=False)
-    h_RF = glu(z_PRF, activation)
+    h_RF = glu(z_YRF, activation)
     weight_R = torch.ones_like(dy_RD[:, 0])
     if weights_A is not None:
         weight_R = weights_A.reshape(-1)[source_R.clamp(min=0).long()].to(dy_RD.dtype)
-    dz_PRF = glu_backward(dh_RF * weight_R[:, None], z_PRF, activation)
-    return dz_PRF, h_RF * weight_R[:, None], (dh_RF * h_RF).sum(1)
+    dz_YRF = glu_backward(dh_RF * weight_R[:, None], z_YRF, activation)
+    return dz_YRF, h_RF * weight_R[:, None], (dh_RF * h_RF).sum(1)
 
 
-def weight_gradient(a_PRM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
+def weight_gradient(a_YRM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
     """Twin of `expert_products.weight_gradient`."""
-    out = a_PRM.new_zeros(a_PRM.shape[0], offsets_E.shape[0], a_PRM.shape[2], b_RN.shape[1])
+    out = a_YRM.new_zeros(a_YRM.shape[0], offsets_E.shape[0], a_YRM.shape[2], b_RN.shape[1])
     for expert, span in _spans(offsets_E):
-        out[:, expert] = a_PRM[:, span].transpose(1, 2) @ b_RN[span]
+        out[:, expert] = a_YRM[:, span].transpose(1, 2) @ b_RN[span]
     return out
 
 

@@ -209,7 +209,7 @@ def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)
     c = torch.full((ROWS, F), 7.0, dtype=DTYPE, device=DEVICE)
-    arguments, constants = ep._rows_arguments(x[None], (w1,), rows, F, transposed=True, tile=tile, c_PRN=c)
+    arguments, constants = ep._rows_arguments(x[None], (w1,), rows, F, transposed=True, tile=tile, c_YRN=c)
     ep.launch(*arguments, **constants)
     assert (c[used:] == 7.0).all()
 

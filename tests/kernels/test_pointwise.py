@@ -1,4 +1,4 @@
-"""The activation's own launches against their twins. Shapes: R rows, F width, P planes."""
+"""The activation's own launches against their twins. Shapes: R rows, F width, Y planes."""
 
 import pytest
 import torch
