@@ -60,6 +60,7 @@ BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 MATRICES = ("w1", "v1", "w2")
 COMPILE = ("none", "blocks", "auto")
+SIZES = ("exact", "expected")
 MOST_EXPERTS = 4096  # of a layer; the kernels sort no more
 
 
@@ -129,6 +130,9 @@ class MeshConfig:
             processed in rounds, all but the first of which are sent and computed again in the backward pass.
         compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) | auto
             (blocks on GPUs, if the model has any).
+        sizes: exact | expected. exact: in each layer the host waits for the counts that ranks exchange. expected:
+            messages are sized by the forward passes before, with a margin, and a pass that does not fit is repeated
+            with exact sizes. No effect with `expert: 1` and in `foundry_moe.parallelize`.
         spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
             nodes.
     """
@@ -139,6 +143,7 @@ class MeshConfig:
     all_to_all: str = AUTO
     buffer: float = 2.0
     compile: str = "none"
+    sizes: str = "exact"
     spares: bool = False
 
     def __post_init__(self) -> None:
@@ -153,6 +158,7 @@ class MeshConfig:
             yield f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows"
         yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
+        yield from caught(one_of, "mesh.sizes", self.sizes, SIZES)
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"
 

@@ -45,10 +45,10 @@ def _count_kernel(
 
 @_of_any_tokens
 def _row_kernel(
-    experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
+    experts_ptr, weights_ptr, counts_ptr, totals_ptr, room_ptr, row_ptr, packed_ptr,
     tokens, blocks, local_experts, ranks, nodes, per_node,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr, STEP: tl.constexpr,
+    SLOTS: tl.constexpr, STEP: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     t = block * BLOCK + tl.arange(0, BLOCK)
@@ -59,13 +59,16 @@ def _row_kernel(
     weight = tl.load(weights_ptr + choice, mask=real, other=0.0)
     rank = tl.where(expert >= 0, expert // local_experts, -1)
     s = tl.arange(0, SLOTS)
-    totals = tl.load(totals_ptr + s * 2, mask=s < ranks, other=0).to(tl.int32)
+    room = tl.load(room_ptr + s * 2, mask=s < ranks, other=0).to(tl.int32)
     row_TK = tl.full((BLOCK, KP), -1, tl.int32)
     for p in range(ranks):
-        hits = rank == p
-        present = tl.max(hits.to(tl.int32), axis=1)
         slot = (p % per_node) * nodes + p // per_node
-        first = tl.sum(tl.where(s < slot, totals, 0), axis=0)
+        hits = rank == p
+        if LIMITED:
+            total, most = totals_ptr + slot * 2, room_ptr + slot * 2
+            hits &= (tl.load(total) <= tl.load(most)) & (tl.load(total + 1) <= tl.load(most + 1))
+        present = tl.max(hits.to(tl.int32), axis=1)
+        first = tl.sum(tl.where(s < slot, room, 0), axis=0)
         for n0 in range(0, block, STEP):
             n = n0 + tl.arange(0, STEP)
             first += tl.sum(tl.load(counts_ptr + slot * blocks + n, mask=n < block, other=0), axis=0)
@@ -109,30 +112,43 @@ def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 
 
 
 def assign_rows(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_P2: Tensor, counts_PN: Tensor, nodes: int = 1
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    local_experts: int,
+    counts_P2: Tensor,
+    counts_PN: Tensor,
+    nodes: int = 1,
+    room: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The row of each token for each of its ranks, and the packed rows that are sent beside tokens.
 
     Args:
         weights_TK: contiguous.
         counts_P2, counts_PN: of `count_rows` with the same arguments.
+        room: room_P2, int64 by slot: rows and choices that each rank has room for; and S, the sum of these rows. A
+            rank's rows begin behind the room of the ranks before it, and a rank with more than its room gets none.
+            None = as many as there are.
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
         packed: [T * C, 2 * K] in `weights_TK`'s dtype: a token's weights, and its experts' local numbers on
-            that rank, -1 for experts of other ranks. Rows past the last one in use are undefined.
+            that rank, -1 for experts of other ranks. Rows past the last one in use are undefined. With `room`: [S,
+            2 * K], -1 in rows that are not in use.
     """
     tokens, choices = experts_TK.shape
     ranks, blocks = counts_PN.shape
     most = min(ranks, choices)
     row_TC = torch.empty(tokens, most, dtype=torch.int32, device=experts_TK.device)
-    packed = torch.empty(tokens * most, 2 * choices, dtype=weights_TK.dtype, device=experts_TK.device)
+    if room is None:
+        room_P2, packed = counts_P2, weights_TK.new_empty(tokens * most, 2 * choices)
+    else:
+        room_P2, packed = room[0], weights_TK.new_full((room[1], 2 * choices), -1)
     if tokens:
         launch(
             _row_kernel, (blocks,),
-            experts_TK, weights_TK, counts_PN, counts_P2, row_TC, packed,
+            experts_TK, weights_TK, counts_PN, counts_P2, room_P2, row_TC, packed,
             tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
             K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
-            SLOTS=next_power_of_2(ranks), STEP=_BLOCKS_AT_ONCE,
+            SLOTS=next_power_of_2(ranks), STEP=_BLOCKS_AT_ONCE, LIMITED=room is not None,
         )  # fmt: skip
     return row_TC, packed

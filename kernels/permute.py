@@ -154,7 +154,7 @@ def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | 
         x_TD: its rows are contiguous.
         row_TK: the row of each choice, -1 for none; contiguous here and below.
         offsets_E: row ends of the experts; rows past the last one are zeros. None = unused rows are undefined.
-        rows: R, at most T * K; None = T * K.
+        rows: R; None = T * K, which is the most with `offsets_E`.
     """
     tokens, choices = row_TK.shape
     assert x_TD.shape[0] == tokens and row_TK.is_contiguous() and (x_TD.stride(1) == 1 or x_TD.shape[1] == 1)

@@ -22,6 +22,7 @@ from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, RESHARD, MeshConfig, check
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
+from foundry_moe.parallel.expected_counts import expect_counts
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
 from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
@@ -82,6 +83,9 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         blocks=_wrapped_blocks(state.model),
     )
     state.fsdp_config.device_mesh = placement.mesh
+    if placement.plan.expert > 1 and mesh_config.sizes == "expected":
+        everyone = None if placement.plan.expert == dist.get_world_size() else torch.distributed.group.WORLD
+        expect_counts(state.model, moe_layers(state.model), state.device._device, everyone)  # type: ignore[arg-type]
     keeps = state.fsdp_config.reshard_after_forward is False
     _replace_clipping(state, replicated=placement.plan.replicate > 1, keeps_weights=keeps)
     _compile(state, mesh_config)

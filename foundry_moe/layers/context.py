@@ -230,6 +230,20 @@ class BatchContext:
         kept[key] = _TWICE if key in kept else result
         return result
 
+    @property
+    def runs(self) -> bool:
+        """Whether a forward pass runs that is observed."""
+        return self._pass is not None
+
+    def restart(self) -> None:
+        """Forgets what the calls of layers have left in the pass that runs: the model is run once more in it."""
+        run = self._pass
+        while run is not None:
+            run.kept.clear()
+            if run.replay is not None:
+                run.replay.restart()
+            run = run.around
+
     def _sum_for(
         self, balance_over: str, layer: int, known: Mapping[tuple[int, str], Tensor], of: str
     ) -> Callable[[Tensor], Tensor]:

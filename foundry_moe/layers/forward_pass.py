@@ -27,6 +27,9 @@ class Replay(Protocol):
     def take(self, layer: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """experts_TK, and weights_TK where these are replayed, too."""
 
+    def restart(self) -> None:
+        """The pass is run once more."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardPass:

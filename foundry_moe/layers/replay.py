@@ -33,6 +33,14 @@ class ChoiceRecord:
                 experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
             self._taken[layer].append((experts_TK.to(torch.int16), weights_TK.detach()))
 
+    def calls(self, layer: nn.Module) -> int:
+        """How many calls of a layer are recorded."""
+        return len(self._taken[layer])
+
+    def keep(self, layer: nn.Module, calls: int) -> None:
+        """Forgets the calls of a layer after its first `calls`: they are repeated."""
+        del self._taken[layer][calls:]
+
     @property
     def experts_TLK(self) -> Tensor:
         """int16 (a layer has 4096 experts at most); -1 = no choice, as all of a padded token.
@@ -96,6 +104,10 @@ class _PassChoices:
         at = self.tokens, choices.column[layer]
         weights_TLK = choices.weights_TLK
         return choices.experts_TLK[at].to(device).long(), None if weights_TLK is None else weights_TLK[at].to(device)
+
+    def restart(self) -> None:
+        """See `foundry_moe.layers.forward_pass.Replay`."""
+        self.seen.clear()
 
 
 @contextmanager

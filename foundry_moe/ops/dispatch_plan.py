@@ -17,8 +17,11 @@ from torch import Tensor
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import sum_choices
 
-# () -> row_TC (int32, -1 = none), and by row [S or more, 2 K] combine weights and local expert numbers
-AssignRows = Callable[[], tuple[Tensor, Tensor]]
+# room_P2, int64 by slot: rows, and choices among them, that each rank has room for; and the sum of these rows
+Room = tuple[Tensor, int]
+# room -> row_TC (int32, -1 = none), and by row [S or more, 2 K] combine weights and local expert numbers. A rank with
+# more than its room gets nothing, and rows that are not in use have experts -1. None = as much room as is needed.
+AssignRows = Callable[[Room | None], tuple[Tensor, Tensor]]
 
 
 def plan_dispatch(
@@ -39,15 +42,17 @@ def plan_dispatch(
     if not on_gpu()(experts_TK):
         return plan_plain(experts_TK, weights_TK, local_experts, ranks, nodes)
     counts_P2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes)
-    return counts_P2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_P2, counts_PN, nodes)
+    return counts_P2, lambda room: kernels.assign_rows(
+        experts_TK, weights_TK, local_experts, counts_P2, counts_PN, nodes, room
+    )
 
 
 def plan_plain(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1
 ) -> tuple[Tensor, AssignRows]:
-    """The plain twin of both kernels; its packed rows are only those in use."""
+    """The plain twin of both kernels; without `room` its packed rows are only those in use."""
     experts_TK = experts_TK.long()
-    tokens, choices = experts_TK.shape
+    choices = experts_TK.shape[1]
     rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
     rank_P = torch.arange(ranks, device=experts_TK.device)
     slot_P = (rank_P % (ranks // nodes)) * nodes + rank_P // (ranks // nodes)
@@ -55,17 +60,23 @@ def plan_plain(
     by_slot_P = torch.argsort(slot_P)
     present_PT = hits_TKP.any(1)[:, by_slot_P].T
     counts_P2 = torch.stack([present_PT.sum(1), hits_TKP.sum((0, 1))[by_slot_P]], dim=1)
-    flat = present_PT.reshape(-1)
-    row_TP = torch.where(flat, flat.cumsum(0) - 1, -1).view(ranks, tokens)[slot_P].T
-    row_TC = row_TP
-    if ranks > choices:
-        first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
-        row_TC = torch.where(first_TKP.any(-1), (row_TP[:, None] * first_TKP).sum(-1), -1)
-    token, rank = (row_TP >= 0).nonzero(as_tuple=True)
-    local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
-    packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
-    packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
-    return counts_P2, lambda: (row_TC.int().contiguous(), packed)
+
+    def assign_rows(room: Room | None) -> tuple[Tensor, Tensor]:
+        room_P2, rows = room or (counts_P2, int(counts_P2[:, 0].sum()))
+        sent_PT = present_PT & (counts_P2 <= room_P2).all(1)[:, None]
+        first_P1 = (room_P2[:, 0].cumsum(0) - room_P2[:, 0])[:, None]
+        row_TP = torch.where(sent_PT, first_P1 + sent_PT.cumsum(1) - 1, -1)[slot_P].T
+        row_TC = row_TP
+        if ranks > choices:
+            first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
+            row_TC = torch.where(first_TKP.any(-1), (row_TP[:, None] * first_TKP).sum(-1), -1)
+        token, rank = (row_TP >= 0).nonzero(as_tuple=True)
+        local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
+        packed = weights_TK.new_full((rows, 2 * choices), -1)
+        packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
+        return row_TC.int().contiguous(), packed
+
+    return counts_P2, assign_rows
 
 
 def plan_rounds(

@@ -19,7 +19,6 @@ a token is sent to at most; S rows sent, Q rows received.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -34,7 +33,8 @@ from foundry_moe.layers.dispatch import Dispatched, Dispatcher, Parts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
 from foundry_moe.ops.permute import plan_permute
-from foundry_moe.parallel.collectives import all_to_all
+from foundry_moe.parallel.collectives import all_to_all, side_stream
+from foundry_moe.parallel.expected_counts import ExpectedCounts, Sizes
 
 Splits = tuple[list[int], list[int]]  # rows to each rank of a group, and rows from each
 CHOICES, TOKENS, RESULTS = "choices", "tokens", "results"  # the messages of a dispatch, in the order they are sent
@@ -53,7 +53,7 @@ class Exchange:
     row_TC: the row of each token for each of its ranks; -1 = none.
     stages: splits of each stage of the all-to-all.
     blocks: of a hierarchical one, rows between the stages: [from a rank of this node][to a node].
-    received_choices: choices among the rows received.
+    received_choices: choices among the rows received, or more.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class _ReceiveChoices(torch.autograd.Function):
 class AllToAllDispatcher(Dispatcher):
     """The dispatcher of a layer whose experts are divided over the ranks of a group, in rank order.
 
-    One host synchronization a call, for the numbers of rows; none in a recomputation that has `once`.
+    One host synchronization a call, for the numbers of rows; none where `expected` has them, or in a recomputation that
+    has `once`.
     Ranks without tokens, and experts without any, take part.
 
     Args:
@@ -159,6 +160,8 @@ class AllToAllDispatcher(Dispatcher):
         buffer: most choices that a rank receives at once, as a multiple of the ranks' mean; more are sent in rounds.
         once: of the layer's `BatchContext`; gives a recomputation the counts of the first forward pass.
     """
+
+    expected: ExpectedCounts | None = None  # set by `expect_counts`
 
     def __init__(
         self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf, once: Once = _compute
@@ -185,16 +188,18 @@ class AllToAllDispatcher(Dispatcher):
             counts_P2, assign_rows = plan_dispatch(
                 experts_TK, weights_TK, local_experts=self.local_experts, ranks=self.ranks, nodes=self.nodes
             )
-            counts, first_P2 = self.once((self, part), lambda: (self.gather_counts(counts_P2), counts_P2))
+            counts, sizes, first_P2 = self.once((self, part), lambda: (*self._begin(counts_P2, part), counts_P2))
             if first_P2 is not counts_P2:  # rows would be sent to the wrong places
                 torch._assert_async((first_P2 == counts_P2).all(), "a recomputation chose other experts")  # type: ignore[call-overload]
-            row_TC, packed = assign_rows()
+            row_TC, packed = assign_rows(sizes and sizes.room)
             # room for T x C rows: the device gathers while the host waits for the number that is used
-            rows_SD = gather_rows(x_TD, row_TC)
-            counts_PP2 = counts()
+            rows_SD = gather_rows(x_TD, row_TC, sizes and sizes.room[1])
+            counts_PP2 = sizes.room_PP2 if sizes else counts()
             rounds: tuple[slice, ...] = ()
-            if part is None:
+            if part is None and sizes is None:
                 rounds = self.once((self, "rounds"), lambda: self._rounds(counts_PP2[..., 1], experts_TK))
+                if self.expected is not None and len(rounds) <= 1:
+                    self.expected.learn(self, counts_PP2)
         if len(rounds) > 1:
             parts = Parts(dispatcher=self, tokens=rounds, experts_TK=experts_TK)
             return Dispatched(x_TD, weights_TK, parts=parts)
@@ -211,6 +216,15 @@ class AllToAllDispatcher(Dispatcher):
             return results.x
         return _Wait.apply(results.x, results.exchange, RESULTS)
 
+    def _begin(self, counts_P2: Tensor, part: int | None) -> tuple[Callable[[], Tensor], Sizes | None]:
+        """Starts to gather the counts; and the sizes to send with before they are known, or None."""
+        counts = self.gather_counts(counts_P2)
+        return counts, self.expected.sizes_for(self, counts) if self.expected is not None and part is None else None
+
+    def room_by_slot(self, room_PP2: Tensor) -> Tensor:
+        """room_P2: this rank's room for each rank, in the order of `plan_dispatch`."""
+        return room_PP2[self.rank].view(self.nodes, self.ranks_per_node, 2).transpose(0, 1).reshape(-1, 2)
+
     def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the counts of all ranks on each of them, and to copy them to the host.
 
@@ -220,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
         Returns:
             Waits for counts_PP2 on the host, by rank: [from][to].
         """
-        stream = _copy_stream(counts_P2.device) if counts_P2.is_cuda else None
+        stream = side_stream(counts_P2.device) if counts_P2.is_cuda else None
         gathered = counts_P2
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(counts_P2.device))
@@ -277,7 +291,12 @@ class AllToAllDispatcher(Dispatcher):
         return (*parts, *[slice(tokens, tokens)] * missing)
 
     def plan_exchange(self, counts_PP2: Tensor, row_TC: Tensor) -> Exchange:
-        """Splits of this rank's messages. Arguments: of `gather_counts` and `plan_dispatch`."""
+        """Splits of this rank's messages.
+
+        Args:
+            counts_PP2: of `gather_counts`, or the room that messages have.
+            row_TC: of `plan_dispatch`.
+        """
         node, local = divmod(self.rank, self.ranks_per_node)
         shape = (self.nodes, self.ranks_per_node)
         rows_PP, choices_PP = np.moveaxis(counts_PP2.numpy(), 2, 0)  # a tenth of torch's time for so few numbers
@@ -287,11 +306,6 @@ class AllToAllDispatcher(Dispatcher):
         if self.nodes > 1:
             stages.append((middle_LN.sum(0).tolist(), rows_NLNL[:, :, node, local].sum(1).tolist()))
         return Exchange(self, row_TC, stages, middle_LN.tolist(), int(choices_PP[:, self.rank].sum()))
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:

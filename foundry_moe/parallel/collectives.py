@@ -1,4 +1,4 @@
-"""An all-to-all of rows, collectives of gates, the time limit of process groups. Independent of Composer.
+"""An all-to-all of rows, collectives of gates, a side stream, the time limit of groups. Independent of Composer.
 
 Shapes: T tokens of this rank, S tokens received, X numbers per row, P ranks.
 """
@@ -6,6 +6,7 @@ Shapes: T tokens of this rank, S tokens received, X numbers per row, P ranks.
 from __future__ import annotations
 
 import datetime
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -34,6 +35,12 @@ def all_to_all(
         return output
 
     return wait
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for small messages that the host waits for, beside the kernels of the current one."""
+    return torch.cuda.Stream(device)
 
 
 class GateCollectives:

@@ -71,7 +71,8 @@ def parallelize(
     Parameters keep their names.
 
     Args:
-        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. `compile` and `spares` have no effect.
+        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. `compile`, `sizes` and `spares` have no
+            effect.
         optimizers: their parameters are replaced by the placed ones. They must not have stepped.
         mp_policy: mixed precision of the experts.
         reshard_after_forward: of the experts, as in `fully_shard`.

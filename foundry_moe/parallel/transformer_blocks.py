@@ -35,7 +35,7 @@ def prefetch_in_order(model: nn.Module) -> None:
 
     By default FSDP2 prefetches, backward, the unit that came before in the forward pass. The experts of a block come
     first in its backward pass, so they would be gathered only when they are needed. Here a block's experts prefetch the
-    whole previous block. Forward, a block prefetches its own experts, since the host waits in dispatch before them.
+    whole previous block. Forward, a block prefetches its own experts, since the host may wait in dispatch before them.
     """
     for blocks in block_lists(model):
         units = [unit for unit in map(_wrapped, blocks) if unit]

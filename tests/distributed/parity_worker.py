@@ -8,8 +8,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +29,11 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.parallel import all_to_all as all_to_all_module
+from foundry_moe.parallel import expected_counts
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange
 from foundry_moe.parallel.collectives import all_to_all, group_timeout
+from foundry_moe.parallel.expected_counts import expect_counts
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -164,8 +169,12 @@ def _through(
     dtype: torch.dtype,
     device: str = "cpu",
     buffer: float = math.inf,
+    sizes: str = "exact",
 ) -> dict[str, Tensor]:
-    """One layer forward and backward; outputs and every gradient of this rank."""
+    """One layer forward and backward; outputs and every gradient of this rank.
+
+    sizes: of messages: exact; expected, from a pass before; or short, expected for a batch without any choice.
+    """
     whole = _experts(dtype, 16).to(device)
     dispatcher = AllToAllDispatcher(groups, num_experts=16, buffer=buffer)
     local, rank = dispatcher.local_experts, dispatcher.rank
@@ -176,13 +185,55 @@ def _through(
     x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(rank, case, dtype))
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
+    model = torch.nn.Module()
+    model.forward = partial(_run, dispatcher, mine)
+    if sizes == "exact":
+        y_TD = model.forward(x_TD, weights_TK, experts_TK)
+    else:
+        y_TD = _with_expected_sizes(model, dispatcher, x_TD, weights_TK, experts_TK, short=sizes == "short")
     torch.sin(y_TD.double()).sum().backward()
     assert mine.most_rounds == 1 or buffer < dispatcher.ranks
     assert mine.most_rounds > 1 or buffer > 1 or case != "crowded", "all tokens to one or two ranks"
     gradients = {name: p.grad for name, p in mine.named_parameters()}
     assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
     return {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad, **gradients}
+
+
+def _with_expected_sizes(
+    model: torch.nn.Module, dispatcher: AllToAllDispatcher, *tensors: Tensor, short: bool
+) -> Tensor:
+    """y_TD of the second pass, or of its repetition; rows that are not in use are NaN as they are sent.
+
+    What this changes in modules stays changed if it fails, which ends the process.
+    """
+    layer: Any = SimpleNamespace(dispatcher=dispatcher, record=None, context=BatchContext())
+    expected = expect_counts(model, [layer], tensors[0].device, None)
+    seen = []
+    gather_rows, gather_counts = all_to_all_module.gather_rows, dispatcher.gather_counts
+
+    def gather_with_nan(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:
+        x_SD = gather_rows(x_TD, row_TC, rows)
+        unused_S = torch.ones(len(x_SD), dtype=torch.bool, device=x_SD.device)
+        unused_S[row_TC[row_TC >= 0].long()] = False
+        return x_SD.masked_fill(unused_S[:, None], math.nan)
+
+    def note(counts_P2: Tensor) -> Callable[[], Tensor]:
+        wait = gather_counts(counts_P2)
+        seen.append(wait())
+        return wait
+
+    all_to_all_module.gather_rows, dispatcher.gather_counts = gather_with_nan, note  # type: ignore[method-assign]
+    first = model(*tensors)
+    if short:
+        expected_counts._EXTRA = 0
+        expected._make_room(dispatcher, *[torch.zeros_like(seen[0])] * 2)
+    y_TD = model(*tensors)
+    all_to_all_module.gather_rows = gather_rows
+    expected_counts._EXTRA = 16
+    assert torch.equal(first, y_TD), "the same rows in the same order"
+    repeated = int(short and bool(seen[0].sum()))
+    assert (expected.repeated, len(seen)) == (repeated, 2 + repeated)
+    return y_TD
 
 
 def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int, device: str) -> dict[str, Tensor]:
@@ -205,7 +256,8 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int, device: str) ->
 def compare_exchanges(ranks_per_node: int, cases: list[str], device: str = "cpu") -> dict[str, float]:
     """By case: the largest relative difference of dispatched from local values, of hierarchical from flat (bf16 bits).
 
-    Each way also in rounds; hierarchical if there is more than one node. fp64 on a CPU, fp32 on GPUs.
+    Each way also in rounds, and with expected sizes of messages; hierarchical if there is more than one node. fp64 on
+    a CPU, fp32 on GPUs.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     dtype = torch.float64 if device == "cpu" else torch.float32
@@ -223,9 +275,10 @@ def compare_exchanges(ranks_per_node: int, cases: list[str], device: str = "cpu"
     largest = {}
     for case in cases:
         expected = _alone(rank, case, dtype, world_size, device)
-        for (name, groups), buffer in product(ways.items(), (math.inf, 1.0) if world_size > 1 else (math.inf,)):
-            measured = _through(groups, case, dtype, device, buffer)
-            largest[f"{name}, buffer {buffer}, {case}"] = max(difference(measured[k], expected[k]) for k in expected)
+        others: list[dict[str, Any]] = [{"buffer": 1.0}, {"sizes": "expected"}, {"sizes": "short"}]
+        for (name, groups), more in product(ways.items(), ({}, *others) if world_size > 1 else ({},)):
+            measured = _through(groups, case, dtype, device, **more)
+            largest[f"{name}, {more}, {case}"] = max(difference(measured[k], expected[k]) for k in expected)
         if plan.nodes > 1:
             one, two = (_through(groups, case, torch.bfloat16, device) for groups in ways.values())
             same = all(torch.equal(one[k], two[k]) for k in one)

@@ -33,6 +33,8 @@ def test_two_processes_equal_one() -> None:
         "algorithms.gradient_clipping.clipping_threshold": 0.01,
     }
     runs.append(mesh(1, 1, 2, **{"optimizer.name": "decoupled_adamw_fused"}))
+    expected_sizes = {"algorithms.dmoe.mesh.sizes": "expected"}
+    runs += [mesh(1, 1, 2, **expected_sizes), mesh(1, 1, 2, **expected_sizes, **checkpointing)]
     runs.append(mesh(1, 1, 2, **value))
     results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=2, preload=PRELOAD)
     expected = alone(2)
@@ -42,6 +44,9 @@ def test_two_processes_equal_one() -> None:
     if can_replicate("cpu"):
         # of five units in each microbatch; once per batch from the second on, of the embedding twice
         assert [results[run]["reductions"] for run in (2, 3)] == [60, 32]
+    sizes = [run["sizes"] for run in results]
+    assert sizes[:-3] + sizes[-1:] == [None] * (len(runs) - 2)
+    assert sizes[-3:-1] == [(11 * 2, 0)] * 2, "twelve passes of two layers, and the first is exact"
     for run in results[:-1]:
         assert "MeshGradients" in run["algorithms"] and "GradientClipping" not in run["algorithms"]
         assert len(run["norms"]) == 3 and min(run["norms"]) > 0.5, "the threshold must bite"
@@ -56,14 +61,28 @@ def test_two_processes_equal_one() -> None:
 
 def test_four_processes_equal_one() -> None:
     runs = [mesh(1, 2, 2), mesh(1, 1, 4)] + ([mesh(2, 1, 2)] if can_replicate("cpu") else [])
+    runs.append(mesh(1, 2, 2, **{"algorithms.dmoe.mesh.sizes": "expected"}))
     results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=4, preload=PRELOAD)
     expected = alone(4)
+    assert results[-1]["sizes"][0] > 0
     for run in results:
         assert largest_difference(run, expected) < TOLERANCE
     name = "model.transformer.blocks.0.ffn.experts.w1_EFD"
     assert results[0]["placements"][name] == "(Shard(dim=1), Shard(dim=0))"
     if can_replicate("cpu"):
         assert results[2]["placements"][name] == "(Replicate(), Shard(dim=1), Shard(dim=0))"
+
+
+def test_passes_that_are_repeated_for_want_of_room_change_nothing() -> None:
+    """Two expert groups, of which one at a time has too little room: both repeat the pass."""
+    sizes = {"algorithms.dmoe.mesh.sizes": "expected"}
+    runs = [mesh(1, 2, 2, **sizes), mesh(1, 2, 2, **sizes, **{"fsdp_config.activation_checkpointing": True})]
+    results = run_processes(trainer_worker.train_runs_short_of_room, YAML, runs, world_size=4, preload=PRELOAD)
+    expected = alone(4)
+    for run in results:
+        assert run["sizes"][1] == 5, "all passes but the first: three batches of two microbatches"
+        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert largest_difference(run, expected) < TOLERANCE
 
 
 def test_model_entry_with_a_mesh_equals_one_process() -> None:

@@ -7,9 +7,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
+
+from foundry_moe.layers.lookup import moe_layers
 
 _called: Counter[str] = Counter()
 
@@ -32,8 +35,8 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Trains from a YAML with overrides; None takes a key out.
 
     Returns:
-        losses, norms, names of algorithms, how often FSDP2 gathered weights and reduced gradients, and by parameter
-        name placements and whole weights.
+        losses, norms, names of algorithms, how often FSDP2 gathered weights and reduced gradients, dispatches with
+        expected sizes and forward passes that were repeated, and by parameter name placements and whole weights.
     """
     os.environ["FSDP_VERSION"] = "2"
     from llmfoundry.command_utils import train
@@ -57,6 +60,7 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
         "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
         "gathers": _called["foreach_all_gather"],
         "reductions": _called["foreach_reduce"],
+        "sizes": _sizes(moe_layers(model)),
         "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
         "placements": {name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()},
         "weights": {
@@ -65,10 +69,37 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sizes(layers: list[Any]) -> tuple[int, int] | None:
+    """Dispatches with expected sizes that had room, and passes that were repeated; None = all sizes were exact."""
+    expected = getattr(layers[0].dispatcher, "expected", None)
+    if expected is None:
+        return None
+    return sum(sizes.passes for sizes in expected._sizes.values()), expected.repeated
+
+
 def train_runs(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several runs, one after another, in one launch."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     return [train_run(path, overrides) for overrides in runs]
+
+
+def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`train_runs` with room for a quarter of the counts, in turn in the group of ranks 0 and 1 and in the others."""
+    from foundry_moe.parallel import expected_counts
+    from foundry_moe.parallel.expected_counts import ExpectedCounts
+
+    expected_counts._EXTRA, expected_counts._WINDOW = 0, 1  # room is made after each pass
+    expected_counts._MOST_REPEATED = 1
+    make_room, passes = ExpectedCounts._make_room, Counter[int]()
+    first = dist.get_rank() < 2
+
+    def make_too_little(self: ExpectedCounts, dispatcher: Any, *counts_PP2: torch.Tensor) -> None:
+        passes[id(dispatcher)] += 1
+        short = first == bool(passes[id(dispatcher)] % 2)
+        make_room(self, dispatcher, *[counts_PP2[0] // 4 if short else counts_PP2[0] + 64] * 2)
+
+    ExpectedCounts._make_room = make_too_little  # type: ignore[method-assign]
+    return train_runs(path, runs)
 
 
 def train_runs_without_logits(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

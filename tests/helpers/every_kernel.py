@@ -182,7 +182,8 @@ def launch_routing(experts: int = 128) -> None:
     permute_plan.count_choices(experts_TK, experts, mask_T)
     permute_plan.plan_permute(experts_TK, experts)
     counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
-    dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN)
+    for room in (None, (counts_P2, T)):
+        dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN, room=room)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)
     price_E = assignment.ascend(logits_TE, expert_T, torch.zeros(experts), [1.0, 0.5])
     for final in (False, True):

@@ -12,10 +12,10 @@ from foundry_moe.ops.dispatch_plan import plan_plain
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def twin(*operands, **more):
+def twin(*operands, room=None, **more):
     """counts_P2, row_TC and the packed rows of the plain twin."""
     counts_P2, assign_rows = plan_plain(*operands, **more)
-    return (counts_P2, *assign_rows())
+    return (counts_P2, *assign_rows(room))
 
 
 @pytest.mark.parametrize("kind", ["random", "some absent", "all to one", "none"])
@@ -41,6 +41,25 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
     assert torch.equal(counts_P2, expected_P2)
     assert torch.equal(row_TC, expected_TC)
     assert torch.equal(packed[: len(expected)], expected)
+    for short in range(3):  # enough room for all; for too few rows, or too few choices, of one rank
+        room_P2 = counts_P2 + torch.arange(2 * ranks, device=DEVICE).view(ranks, 2) % 3
+        if short:
+            room_P2[ranks // 2, short - 1] = counts_P2[ranks // 2, short - 1] - 1
+        room_P2.clamp_(min=0)
+        room = room_P2, int(room_P2[:, 0].sum())
+        seen = dispatch_plan.assign_rows(experts_TK, weights_TK, local, counts_P2, counts_PN, nodes, room)
+        expected_P2, *expected = twin(experts_TK, weights_TK, local, ranks, nodes, room=room)
+        assert all(map(torch.equal, seen, expected))
+        assert len(seen[1]) == room[1]
+
+
+def test_ranks_without_enough_room_get_nothing_and_the_others_all():
+    experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts per rank
+    room = torch.tensor([[3, 3], [2, 2], [2, 1]], device=DEVICE), 7  # two rows for rank 1, but not three choices
+    _, row_TC, packed = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, room=room)
+    assert row_TC.tolist() == [[0, -1, -1], [1, -1, -1], [-1, -1, 5]]
+    used = [[0, 1, -1], [-1, 4, -1]]
+    assert packed[:, 3:].tolist() == [*used, *[[-1, -1, -1]] * 3, [-1, -1, 4], [-1, -1, -1]]
 
 
 def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():

@@ -184,6 +184,9 @@ class Capture:
         mask_T = torch.ones(len(x_TD)).bool() if mask_T is None else mask_T.cpu()
         mask_NS = mask_T.view(x.shape[0] if x.dim() == 3 else 1, -1)
         found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, mask_NS=mask_NS)
+        expected = getattr(layer.dispatcher, "expected", None)
+        if expected is not None and expected.repeats:
+            self._passes[name].pop()
         self._passes[name].append(found)
 
         def keep(gradient: Tensor) -> None:

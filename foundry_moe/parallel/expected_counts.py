@@ -1,0 +1,212 @@
+"""Sizes of messages from the forward passes before, so that the host need not wait for counts in each layer.
+
+With exact sizes the host waits in each layer until the device has counted the choices and ranks have exchanged the
+counts. So it cannot run ahead, and the device waits for it to start the kernels of the experts and of the next block.
+With sizes known beforehand the host reads the counts at the end of the forward pass. If there was too little room, the
+pass is repeated with exact sizes: no token is dropped.
+
+All decisions follow from counts that the ranks of an expert group share, and a repetition is agreed on by all ranks.
+
+Independent of Composer and FSDP2.
+
+Shapes: P ranks of an expert group.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foundry_moe.layers.context import in_backward
+from foundry_moe.ops.dispatch_plan import Room
+from foundry_moe.parallel.collectives import side_stream
+
+log = logging.getLogger(__name__)
+
+_MARGIN = 1 / 8  # of room over the largest counts
+_EXTRA = 16  # rows and choices of room on top, since small counts vary more
+_WINDOW = 100  # passes whose largest counts are kept, and whose repetitions are counted
+_MOST_REPEATED = 10  # of a window; after more of them sizes are exact for one window, then for two, four, ...
+
+
+@dataclass(kw_only=True)
+class Sizes:
+    """The sizes of one dispatch.
+
+    room_PP2: on the host, the same on all ranks: rows that each rank has room for from each, and choices among them.
+    room: of it what this rank sends, on its device.
+    largest_PP2, before_PP2: the largest counts of this window of passes, and of the one before.
+    passes: of this window.
+    """
+
+    room_PP2: Tensor
+    room: Room
+    largest_PP2: Tensor
+    before_PP2: Tensor
+    passes: int = 0
+
+
+class ExpectedCounts:
+    """Sizes of the dispatches of a model's forward passes, and whether they sufficed.
+
+    Args:
+        layers: MoE layers with their dispatchers. One that is called twice in a pass has exact sizes.
+        device: of the model.
+        repeat_group: ranks that repeat a forward pass together; None = those of one expert group, which know the same.
+
+    `repeated`: forward passes that were. `repeats`: whether one is being repeated.
+    """
+
+    def __init__(self, layers: Sequence[Any], device: torch.device, repeat_group: dist.ProcessGroup | None) -> None:
+        self.layers, self.device, self.repeat_group = layers, device, repeat_group
+        self.repeated, self.repeats = 0, False
+        self._sizes: dict[Any, Sizes] = {}  # by dispatcher
+        self._always_exact: set[Any] = set()
+        self._called: set[Any] = set()  # in the pass that runs
+        self._sent: list[tuple[Any, Callable[[], Tensor], Sizes]] = []
+        self._runs = False
+        self._passes = self._repeated_lately = 0  # of a window
+        self._exact_passes, self._windows = 0, 1  # still to come; and windows of them next time
+
+    def sizes_for(self, dispatcher: Any, counts: Callable[[], Tensor]) -> Sizes | None:
+        """The sizes to send with, whose counts are read at the end of the pass; None = exact ones."""
+        if not self._runs:
+            return None
+        if dispatcher in self._called:  # a recomputation could not tell the calls apart
+            self._always_exact.add(dispatcher)
+            self._sizes.pop(dispatcher, None)
+        self._called.add(dispatcher)
+        sizes = None if self.repeats else self._sizes.get(dispatcher)
+        if sizes is not None:
+            self._sent.append((dispatcher, counts, sizes))
+        return sizes
+
+    def learn(self, dispatcher: Any, counts_PP2: Tensor) -> None:
+        """Makes room for counts like these, of a dispatch with exact sizes in one message."""
+        if self._runs and dispatcher not in self._sizes and dispatcher not in self._always_exact:
+            self._make_room(dispatcher, counts_PP2, counts_PP2)
+
+    def _make_room(self, dispatcher: Any, largest_PP2: Tensor, before_PP2: Tensor) -> None:
+        """Room for these counts and some more, unless it would exceed `mesh.buffer`."""
+        most_PP2 = torch.maximum(largest_PP2, before_PP2)
+        room_PP2 = (most_PP2 * (1 + _MARGIN)).ceil().long() + _EXTRA
+        received_P = largest_PP2[..., 1].sum(0)
+        if room_PP2[..., 1].sum(0).max() > dispatcher.buffer * received_P.double().mean() + _EXTRA * len(received_P):
+            self._sizes.pop(dispatcher, None)
+            return
+        room_P2 = dispatcher.room_by_slot(room_PP2)
+        rows = int(room_P2[:, 0].sum())
+        if self.device.type == "cuda":
+            room_P2 = room_P2.pin_memory().to(self.device, non_blocking=True)
+        self._sizes[dispatcher] = Sizes(
+            room_PP2=room_PP2, room=(room_P2, rows), largest_PP2=largest_PP2, before_PP2=before_PP2
+        )
+
+    def _had_room(self, dispatcher: Any, counts_PP2: Tensor, sizes: Sizes) -> bool:
+        """Whether a dispatch with these sizes had room for all; else there is more next time."""
+        sizes.largest_PP2 = torch.maximum(sizes.largest_PP2, counts_PP2)
+        sizes.passes += 1
+        fits = bool((counts_PP2 <= sizes.room_PP2).all())
+        if not fits:
+            self._make_room(dispatcher, sizes.largest_PP2, sizes.before_PP2)
+        elif sizes.passes >= _WINDOW:
+            self._make_room(dispatcher, counts_PP2, sizes.largest_PP2)
+        return fits
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward pass; where there was too little room, a second one. Sizes are exact without gradients.
+
+        They also are where the pass is not observed, so that a recomputation would not find its sizes.
+        """
+        contexts = {layer.context for layer in self.layers}
+        if not torch.is_grad_enabled() or in_backward() or not all(context.runs for context in contexts):
+            return forward(*args, **kwargs)
+        if self._exact_passes:
+            self._exact_passes -= 1
+            return forward(*args, **kwargs)
+        random = _random_state()
+        recorded = [(layer, layer.record.calls(layer)) for layer in self.layers if layer.record is not None]
+        self._runs = True
+        try:
+            result = forward(*args, **kwargs)
+            fits = self._had_room_everywhere()
+            self._count_pass(repeated=not fits)
+            if fits:
+                return result
+            del result  # and what its backward pass would need
+            self.repeats = True
+            log.info("a forward pass is repeated with exact sizes of messages, %d so far", self.repeated)
+            _restore_random_state(*random)
+            for layer, calls in recorded:
+                layer.record.keep(layer, calls)
+            for context in contexts:
+                context.restart()
+            self._called.clear()
+            return forward(*args, **kwargs)
+        finally:
+            self._runs = self.repeats = False
+            self._called.clear()
+            self._sent.clear()
+
+    def _had_room_everywhere(self) -> bool:
+        """In all dispatches on all ranks. Waits for the counts of the last one."""
+        # later layers than one that had too little room have computed with wrong tokens
+        fits = all(self._had_room(dispatcher, counts(), sizes) for dispatcher, counts, sizes in self._sent)
+        return fits if self.repeat_group is None else _all_of(fits, self.device, self.repeat_group)
+
+    def _count_pass(self, *, repeated: bool) -> None:
+        """Notes a pass, and sets how many of the next have exact sizes where too many were repeated."""
+        self._passes += 1
+        self._repeated_lately += repeated
+        self.repeated += repeated
+        if self._passes < _WINDOW:
+            return
+        if self._repeated_lately > _MOST_REPEATED:
+            self._exact_passes = _WINDOW * self._windows
+            self._windows *= 2
+        else:
+            self._windows = 1
+        self._passes = self._repeated_lately = 0
+
+
+def expect_counts(
+    model: nn.Module, layers: Sequence[Any], device: torch.device, repeat_group: dist.ProcessGroup | None
+) -> ExpectedCounts:
+    """Has the forward passes of `model` send with expected sizes. Arguments are those of `ExpectedCounts`."""
+    expected = ExpectedCounts(layers, device, repeat_group)
+    for layer in layers:
+        layer.dispatcher.expected = expected
+        layer.context.observe(model)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return expected.run(forward, *args, **kwargs)
+
+    model.forward = run
+    return expected
+
+
+def _all_of(fits: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether it holds on all ranks. The host waits for the message, not for the kernels that are queued."""
+    with torch.cuda.stream(side_stream(device) if device.type == "cuda" else None):
+        number = torch.tensor(int(fits), device=device)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+        return bool(number)
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore_random_state(cpu: Tensor, cuda: Tensor | None) -> None:
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
