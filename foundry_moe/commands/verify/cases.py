@@ -41,10 +41,10 @@ _CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         },
         {"learned_pos_emb": False, "vocab_size": 2},
     ),
-    "balance over sequences, sigmoid scores": (
+    "balance over sequences, expected sizes": (
         {
             "num_experts": 8, "top_k": 2, "gate": {"name": "topk", "score": "sigmoid"}, "loss": {"balance": 0.1},
-            "balance_over": "sequence",
+            "balance_over": "sequence", "mesh": {"sizes": "expected"},
         },
         {},
     ),
