@@ -147,7 +147,9 @@ def _sparse(choices: int) -> int:
     return next_power_of_2(choices) if choices >= _SPARSE else 0
 
 
-def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | None = None) -> Tensor:
+def permute(
+    x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | None = None, *, zeros: bool = False
+) -> Tensor:
     """x_RD: each token copied to the rows of its choices. Reads every token once.
 
     Args:
@@ -155,12 +157,13 @@ def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | 
         row_TK: the row of each choice, -1 for none; contiguous here and below.
         offsets_E: row ends of the experts; rows past the last one are zeros. None = unused rows are undefined.
         rows: R; None = T * K, which is the most with `offsets_E`.
+        zeros: in all unused rows.
     """
     tokens, choices = row_TK.shape
     assert x_TD.shape[0] == tokens and row_TK.is_contiguous() and (x_TD.stride(1) == 1 or x_TD.shape[1] == 1)
     rows = tokens * choices if rows is None else rows
     width = x_TD.shape[1]
-    out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    out = x_TD.new_zeros(rows, width) if zeros else x_TD.new_empty(rows, width)
     if out.numel() == 0:
         return out
     block, columns, warps = _blocks(width, x_TD.element_size())

@@ -7,7 +7,8 @@ topologies, and every transpose, there is `block_products`.
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix per expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 
-Shapes: R rows, C columns of S, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1).
+Shapes: R rows, C columns of S, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1),
+W values of a plane.
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ class Dispatcher:
     This one has all experts on one process: a permutation, and no messages. `AllToAllDispatcher` overrides each method.
 
     local_experts: experts of this process.
+    expected: sizes of messages from earlier passes, see `foundry_moe/parallel/expected_counts.py`; None = exact ones.
     """
+
+    expected: Any = None
 
     def __init__(self, num_experts: int) -> None:
         self.local_experts = num_experts

@@ -116,16 +116,17 @@ def plan_rounds(
     return parts
 
 
-def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:
-    """x_SD: tokens copied to their rows; unused rows are undefined. Without gradient.
+def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None, *, zeros: bool = False) -> Tensor:
+    """x_SD: tokens copied to their rows. Without gradient.
 
     Args:
-        rows: S; None = T * C, as many as there could be.
+        rows: S; None = T * C, as many as there could be without more room than needed.
+        zeros: in unused rows, which are undefined otherwise.
     """
     rows = row_TC.numel() if rows is None else rows
     if on_gpu()(x_TD):
-        return permute_kernels.permute(x_TD.contiguous(), row_TC, None, rows)
-    x_SD = x_TD.new_empty(rows, x_TD.shape[1])
+        return permute_kernels.permute(x_TD.contiguous(), row_TC, None, rows, zeros=zeros)
+    x_SD = (x_TD.new_zeros if zeros else x_TD.new_empty)(rows, x_TD.shape[1])
     token, column = (row_TC >= 0).nonzero(as_tuple=True)
     x_SD[row_TC[token, column].long()] = x_TD[token]
     return x_SD

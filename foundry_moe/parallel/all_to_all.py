@@ -34,7 +34,7 @@ from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
 from foundry_moe.ops.permute import plan_permute
 from foundry_moe.parallel.collectives import all_to_all, side_stream
-from foundry_moe.parallel.expected_counts import ExpectedCounts, Sizes
+from foundry_moe.parallel.expected_counts import Sizes
 
 Splits = tuple[list[int], list[int]]  # rows to each rank of a group, and rows from each
 CHOICES, TOKENS, RESULTS = "choices", "tokens", "results"  # the messages of a dispatch, in the order they are sent
@@ -54,6 +54,7 @@ class Exchange:
     stages: splits of each stage of the all-to-all.
     blocks: of a hierarchical one, rows between the stages: [from a rank of this node][to a node].
     received_choices: choices among the rows received, or more.
+    padded: some rows are not in use. They are zeros without choices: a sum over all rows may read them.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Exchange:
         stages: Sequence[Splits],
         blocks: list[list[int]],
         received_choices: int,
+        padded: bool,
     ) -> None:
         self.dispatcher, self.row_TC = dispatcher, row_TC
         self.stages, self.blocks = stages, blocks
-        self.received_choices = received_choices
+        self.received_choices, self.padded = received_choices, padded
         self._arrivals: dict[str, Callable[[], Tensor]] = {}
 
     @property
@@ -124,7 +126,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange, rows = ctx.exchange, grads[0]
         if ctx.message == RESULTS:
-            rows = gather_rows(rows, exchange.row_TC, exchange.sent)
+            rows = gather_rows(rows, exchange.row_TC, exchange.sent, zeros=exchange.padded)
         exchange.start(ctx.message, rows, back=ctx.message == TOKENS)
         return grads[0].new_empty(0), None, None
 
@@ -161,8 +163,6 @@ class AllToAllDispatcher(Dispatcher):
         once: of the layer's `BatchContext`; gives a recomputation the counts of the first forward pass.
     """
 
-    expected: ExpectedCounts | None = None  # set by `expect_counts`
-
     def __init__(
         self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf, once: Once = _compute
     ) -> None:
@@ -193,7 +193,7 @@ class AllToAllDispatcher(Dispatcher):
                 torch._assert_async((first_P2 == counts_P2).all(), "a recomputation chose other experts")  # type: ignore[call-overload]
             row_TC, packed = assign_rows(sizes and sizes.room)
             # room for T x C rows: the device gathers while the host waits for the number that is used
-            rows_SD = gather_rows(x_TD, row_TC, sizes and sizes.room[1])
+            rows_SD = gather_rows(x_TD, row_TC, sizes and sizes.room[1], zeros=sizes is not None)
             counts_PP2 = sizes.room_PP2 if sizes else counts()
             rounds: tuple[slice, ...] = ()
             if part is None and sizes is None:
@@ -203,7 +203,7 @@ class AllToAllDispatcher(Dispatcher):
         if len(rounds) > 1:
             parts = Parts(dispatcher=self, tokens=rounds, experts_TK=experts_TK)
             return Dispatched(x_TD, weights_TK, parts=parts)
-        exchange = self.plan_exchange(counts_PP2, row_TC)
+        exchange = self.plan_exchange(counts_PP2, row_TC, padded=sizes is not None)
         return Dispatched(
             weights=_Start.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
             x=_Start.apply(x_TD, rows_SD[: exchange.sent], exchange, TOKENS),
@@ -290,12 +290,13 @@ class AllToAllDispatcher(Dispatcher):
         missing = self.largest(len(parts), experts_TK.device) - len(parts)
         return (*parts, *[slice(tokens, tokens)] * missing)
 
-    def plan_exchange(self, counts_PP2: Tensor, row_TC: Tensor) -> Exchange:
+    def plan_exchange(self, counts_PP2: Tensor, row_TC: Tensor, *, padded: bool = False) -> Exchange:
         """Splits of this rank's messages.
 
         Args:
             counts_PP2: of `gather_counts`, or the room that messages have.
             row_TC: of `plan_dispatch`.
+            padded: there is more room than rows.
         """
         node, local = divmod(self.rank, self.ranks_per_node)
         shape = (self.nodes, self.ranks_per_node)
@@ -305,7 +306,8 @@ class AllToAllDispatcher(Dispatcher):
         stages = [(rows_NLNL[node, local].sum(0).tolist(), middle_LN.sum(1).tolist())]
         if self.nodes > 1:
             stages.append((middle_LN.sum(0).tolist(), rows_NLNL[:, :, node, local].sum(1).tolist()))
-        return Exchange(self, row_TC, stages, middle_LN.tolist(), int(choices_PP[:, self.rank].sum()))
+        received_choices = int(choices_PP[:, self.rank].sum())
+        return Exchange(self, row_TC, stages, middle_LN.tolist(), received_choices, padded)
 
 
 def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:

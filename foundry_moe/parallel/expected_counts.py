@@ -40,10 +40,10 @@ _MOST_REPEATED = 10  # of a window; after more of them sizes are exact for one w
 class Sizes:
     """The sizes of one dispatch.
 
-    room_PP2: on the host, the same on all ranks: rows that each rank has room for from each, and choices among them.
-    room: of it what this rank sends, on its device.
+    room_PP2: rows that each rank has room for from each, and choices among them; on the host, the same on all ranks.
+    room: this rank's row of `room_PP2`, as kernels read it, and its sum of rows.
     largest_PP2, before_PP2: the largest counts of this window of passes, and of the one before.
-    passes: of this window.
+    passes: in this window.
     """
 
     room_PP2: Tensor
@@ -61,19 +61,22 @@ class ExpectedCounts:
         device: of the model.
         repeat_group: ranks that repeat a forward pass together; None = those of one expert group, which know the same.
 
-    `repeated`: forward passes that were. `repeats`: whether one is being repeated.
+    `repeated`: number of repeated forward passes.
+
+    All ranks must run equally many passes with gradients.
     """
 
     def __init__(self, layers: Sequence[Any], device: torch.device, repeat_group: dist.ProcessGroup | None) -> None:
         self.layers, self.device, self.repeat_group = layers, device, repeat_group
-        self.repeated, self.repeats = 0, False
+        self.repeated = 0
         self._sizes: dict[Any, Sizes] = {}  # by dispatcher
         self._always_exact: set[Any] = set()
         self._called: set[Any] = set()  # in the pass that runs
         self._sent: list[tuple[Any, Callable[[], Tensor], Sizes]] = []
-        self._runs = False
+        self._runs = self._exact = False  # a pass runs; with exact sizes
         self._passes = self._repeated_lately = 0  # of a window
-        self._exact_passes, self._windows = 0, 1  # still to come; and windows of them next time
+        self._exact_passes = 0  # still to come
+        self._next_windows = 1  # that have exact sizes if too many passes are repeated
 
     def sizes_for(self, dispatcher: Any, counts: Callable[[], Tensor]) -> Sizes | None:
         """The sizes to send with, whose counts are read at the end of the pass; None = exact ones."""
@@ -83,22 +86,27 @@ class ExpectedCounts:
             self._always_exact.add(dispatcher)
             self._sizes.pop(dispatcher, None)
         self._called.add(dispatcher)
-        sizes = None if self.repeats else self._sizes.get(dispatcher)
+        sizes = None if self._exact else self._sizes.get(dispatcher)
         if sizes is not None:
             self._sent.append((dispatcher, counts, sizes))
         return sizes
 
     def learn(self, dispatcher: Any, counts_PP2: Tensor) -> None:
-        """Makes room for counts like these, of a dispatch with exact sizes in one message."""
-        if self._runs and dispatcher not in self._sizes and dispatcher not in self._always_exact:
-            self._make_room(dispatcher, counts_PP2, counts_PP2)
+        """Makes room for counts like these, of a dispatch with exact sizes in one message, unless there is enough."""
+        if not self._runs:
+            return
+        sizes = self._sizes.get(dispatcher)
+        if sizes is None:
+            self._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2)
+        elif (counts_PP2 > sizes.room_PP2).any():
+            self._make_room(dispatcher, counts_PP2, torch.maximum(sizes.largest_PP2, counts_PP2), sizes.before_PP2)
 
-    def _make_room(self, dispatcher: Any, largest_PP2: Tensor, before_PP2: Tensor) -> None:
-        """Room for these counts and some more, unless it would exceed `mesh.buffer`."""
-        most_PP2 = torch.maximum(largest_PP2, before_PP2)
-        room_PP2 = (most_PP2 * (1 + _MARGIN)).ceil().long() + _EXTRA
-        received_P = largest_PP2[..., 1].sum(0)
-        if room_PP2[..., 1].sum(0).max() > dispatcher.buffer * received_P.double().mean() + _EXTRA * len(received_P):
+    def _make_room(self, dispatcher: Any, counts_PP2: Tensor, largest_PP2: Tensor, before_PP2: Tensor) -> None:
+        """Room for the largest counts and some more, unless it would exceed `mesh.buffer` times these counts' mean."""
+        room_PP2 = (torch.maximum(largest_PP2, before_PP2) * (1 + _MARGIN)).ceil().long() + _EXTRA
+        even = int(counts_PP2[..., 1].sum()) / len(counts_PP2)  # choices that a rank would receive
+        exceeds = room_PP2[..., 1].sum(0).max() > dispatcher.buffer * even + _EXTRA * len(counts_PP2)
+        if exceeds or dispatcher in self._always_exact:
             self._sizes.pop(dispatcher, None)
             return
         room_P2 = dispatcher.room_by_slot(room_PP2)
@@ -109,39 +117,38 @@ class ExpectedCounts:
             room_PP2=room_PP2, room=(room_P2, rows), largest_PP2=largest_PP2, before_PP2=before_PP2
         )
 
-    def _had_room(self, dispatcher: Any, counts_PP2: Tensor, sizes: Sizes) -> bool:
-        """Whether a dispatch with these sizes had room for all; else there is more next time."""
+    def _check(self, dispatcher: Any, counts_PP2: Tensor, sizes: Sizes) -> bool:
+        """Whether a dispatch with these sizes had room for all; makes room for the next one."""
         sizes.largest_PP2 = torch.maximum(sizes.largest_PP2, counts_PP2)
         sizes.passes += 1
         fits = bool((counts_PP2 <= sizes.room_PP2).all())
         if not fits:
-            self._make_room(dispatcher, sizes.largest_PP2, sizes.before_PP2)
+            self._make_room(dispatcher, counts_PP2, sizes.largest_PP2, sizes.before_PP2)
         elif sizes.passes >= _WINDOW:
-            self._make_room(dispatcher, counts_PP2, sizes.largest_PP2)
+            self._make_room(dispatcher, counts_PP2, counts_PP2, sizes.largest_PP2)
         return fits
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward pass; where there was too little room, a second one. Sizes are exact without gradients.
+        """A forward pass; where there was too little room, a second one.
 
-        They also are where the pass is not observed, so that a recomputation would not find its sizes.
+        Sizes are exact without gradients, and outside an observed pass, where a recomputation could not find them.
         """
         contexts = {layer.context for layer in self.layers}
         if not torch.is_grad_enabled() or in_backward() or not all(context.runs for context in contexts):
             return forward(*args, **kwargs)
-        if self._exact_passes:
-            self._exact_passes -= 1
-            return forward(*args, **kwargs)
         random = _random_state()
         recorded = [(layer, layer.record.calls(layer)) for layer in self.layers if layer.record is not None]
-        self._runs = True
+        self._runs, self._exact = True, self._exact_passes > 0
         try:
             result = forward(*args, **kwargs)
-            fits = self._had_room_everywhere()
+            if self._exact:
+                self._exact_passes -= 1
+                return result
+            fits = self._check_all()
             self._count_pass(repeated=not fits)
             if fits:
                 return result
             del result  # and what its backward pass would need
-            self.repeats = True
             log.info("a forward pass is repeated with exact sizes of messages, %d so far", self.repeated)
             _restore_random_state(*random)
             for layer, calls in recorded:
@@ -149,16 +156,19 @@ class ExpectedCounts:
             for context in contexts:
                 context.restart()
             self._called.clear()
+            self._exact = True
             return forward(*args, **kwargs)
         finally:
-            self._runs = self.repeats = False
+            self._runs = self._exact = False
             self._called.clear()
             self._sent.clear()
 
-    def _had_room_everywhere(self) -> bool:
-        """In all dispatches on all ranks. Waits for the counts of the last one."""
-        # later layers than one that had too little room have computed with wrong tokens
-        fits = all(self._had_room(dispatcher, counts(), sizes) for dispatcher, counts, sizes in self._sent)
+    def _check_all(self) -> bool:
+        """Whether all dispatches on all ranks had room. Waits for the counts of the last one."""
+        if any(dispatcher in self._always_exact for dispatcher, _, _ in self._sent):
+            fits = False  # its first call could not know of the second
+        else:  # layers behind one without room have computed with wrong tokens, and are not looked at
+            fits = all(self._check(dispatcher, counts(), sizes) for dispatcher, counts, sizes in self._sent)
         return fits if self.repeat_group is None else _all_of(fits, self.device, self.repeat_group)
 
     def _count_pass(self, *, repeated: bool) -> None:
@@ -169,10 +179,10 @@ class ExpectedCounts:
         if self._passes < _WINDOW:
             return
         if self._repeated_lately > _MOST_REPEATED:
-            self._exact_passes = _WINDOW * self._windows
-            self._windows *= 2
+            self._exact_passes = _WINDOW * self._next_windows
+            self._next_windows *= 2
         else:
-            self._windows = 1
+            self._next_windows = 1
         self._passes = self._repeated_lately = 0
 
 

@@ -29,6 +29,7 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.ops.dispatch_plan import gather_rows
 from foundry_moe.parallel import all_to_all as all_to_all_module
 from foundry_moe.parallel import expected_counts
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange
@@ -136,7 +137,7 @@ def wait_for_ever() -> None:
 
 def _experts(dtype: torch.dtype, num_experts: int) -> Experts:
     experts = Experts(
-        num_experts=num_experts, d_model=8, hidden_size=12, activation="swiglu", num_layers=1, init_std=0.5
+        num_experts=num_experts, d_model=8, hidden_size=12, activation="swiglu", bias=True, num_layers=1, init_std=0.5
     ).to(dtype)
     experts.reset_parameters(seed=3, layer=0)
     return experts
@@ -202,38 +203,38 @@ def _through(
 def _with_expected_sizes(
     model: torch.nn.Module, dispatcher: AllToAllDispatcher, *tensors: Tensor, short: bool
 ) -> Tensor:
-    """y_TD of the second pass, or of its repetition; rows that are not in use are NaN as they are sent.
-
-    What this changes in modules stays changed if it fails, which ends the process.
-    """
+    """y_TD of the second pass, or of its repetition."""
     layer: Any = SimpleNamespace(dispatcher=dispatcher, record=None, context=BatchContext())
     expected = expect_counts(model, [layer], tensors[0].device, None)
     seen = []
-    gather_rows, gather_counts = all_to_all_module.gather_rows, dispatcher.gather_counts
-
-    def gather_with_nan(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:
-        x_SD = gather_rows(x_TD, row_TC, rows)
-        unused_S = torch.ones(len(x_SD), dtype=torch.bool, device=x_SD.device)
-        unused_S[row_TC[row_TC >= 0].long()] = False
-        return x_SD.masked_fill(unused_S[:, None], math.nan)
+    gather_counts, extra = dispatcher.gather_counts, expected_counts._EXTRA
 
     def note(counts_P2: Tensor) -> Callable[[], Tensor]:
         wait = gather_counts(counts_P2)
         seen.append(wait())
         return wait
 
-    all_to_all_module.gather_rows, dispatcher.gather_counts = gather_with_nan, note  # type: ignore[method-assign]
+    dispatcher.gather_counts = note  # type: ignore[method-assign]
     first = model(*tensors)
     if short:
         expected_counts._EXTRA = 0
-        expected._make_room(dispatcher, *[torch.zeros_like(seen[0])] * 2)
+        expected._make_room(dispatcher, *[torch.zeros_like(seen[0])] * 3)
+        expected_counts._EXTRA = extra
     y_TD = model(*tensors)
-    all_to_all_module.gather_rows = gather_rows
-    expected_counts._EXTRA = 16
     assert torch.equal(first, y_TD), "the same rows in the same order"
     repeated = int(short and bool(seen[0].sum()))
     assert (expected.repeated, len(seen)) == (repeated, 2 + repeated)
     return y_TD
+
+
+def _gather_with_nan(x_TD: Tensor, row_TC: Tensor, rows: int | None = None, *, zeros: bool = False) -> Tensor:
+    """`gather_rows`, whose undefined rows are NaN."""
+    x_SD = gather_rows(x_TD, row_TC, rows, zeros=zeros)
+    if not zeros:
+        undefined_S = torch.ones(len(x_SD), dtype=torch.bool, device=x_SD.device)
+        undefined_S[row_TC[row_TC >= 0].long()] = False
+        x_SD[undefined_S] = math.nan
+    return x_SD
 
 
 def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int, device: str) -> dict[str, Tensor]:
@@ -268,6 +269,7 @@ def compare_exchanges(ranks_per_node: int, cases: list[str], device: str = "cpu"
         num_experts=16,
     )
     assert (plan.all_to_all == HIERARCHICAL) == (plan.nodes > 1)
+    all_to_all_module.gather_rows = _gather_with_nan
     ways: dict[str, Any] = {"flat": (dist.group.WORLD,)}
     if plan.nodes > 1:
         ways["hierarchical"] = build_meshes(plan, device).token_groups

@@ -84,7 +84,7 @@ def train_runs(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`train_runs` with room for a quarter of the counts, in turn in the group of ranks 0 and 1 and in the others."""
+    """`train_runs` with room for a quarter of the counts each second time, first in the group of ranks 0 and 1."""
     from foundry_moe.parallel import expected_counts
     from foundry_moe.parallel.expected_counts import ExpectedCounts
 
@@ -96,7 +96,7 @@ def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict
     def make_too_little(self: ExpectedCounts, dispatcher: Any, *counts_PP2: torch.Tensor) -> None:
         passes[id(dispatcher)] += 1
         short = first == bool(passes[id(dispatcher)] % 2)
-        make_room(self, dispatcher, *[counts_PP2[0] // 4 if short else counts_PP2[0] + 64] * 2)
+        make_room(self, dispatcher, *[counts_PP2[0] // 4 if short else counts_PP2[0] + 64] * 3)
 
     ExpectedCounts._make_room = make_too_little  # type: ignore[method-assign]
     return train_runs(path, runs)

@@ -107,7 +107,7 @@ def test_after_many_repetitions_sizes_are_exact_for_longer_and_longer(
     for _ in range(16):
         assert model.step(8) == [None]
     assert all(len(model.step(8)) == 1 for _ in range(4))
-    assert model.dispatcher.expected._windows == 1
+    assert model.dispatcher.expected._next_windows == 1
 
 
 def test_layers_behind_one_without_room_teach_nothing(model: _Model) -> None:
@@ -115,13 +115,30 @@ def test_layers_behind_one_without_room_teach_nothing(model: _Model) -> None:
     expected, other = model.dispatcher.expected, _Dispatcher()
     model.step(8)
     for dispatcher in (model.dispatcher, other):
-        expected._make_room(dispatcher, *[torch.full((1, 1, 2), 8)] * 2)
+        expected._make_room(dispatcher, *[torch.full((1, 1, 2), 8)] * 3)
     expected._sent = [
         (dispatcher, lambda: torch.full((1, 1, 2), 1000), expected._sizes[dispatcher])
         for dispatcher in (model.dispatcher, other)
     ]
-    assert not expected._had_room_everywhere()
+    assert not expected._check_all()
     assert [int(expected._sizes[d].room_PP2[0, 0, 0]) for d in (model.dispatcher, other)] == [room_for(1000), 25]
+
+
+def test_the_repetition_and_passes_with_exact_sizes_make_room_for_what_they_see(
+    model: _Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers, where the check has looked at one alone."""
+    expected, other = model.dispatcher.expected, _Dispatcher()
+    small, large = (torch.full((1, 1, 2), count) for count in (8, 1000))
+    for exact in (False, True):
+        expected._make_room(other, small, small, small)
+        expected._runs, expected._exact = True, exact
+        assert (expected.sizes_for(other, lambda: small) is None) is exact
+        expected.learn(other, large)
+        assert int(expected._sizes[other].room_PP2[0, 0, 0]) == room_for(1000)
+        expected.learn(other, small)
+        assert int(expected._sizes[other].room_PP2[0, 0, 0]) == room_for(1000), "there is enough"
+        expected._called.clear()
 
 
 def test_room_never_exceeds_the_buffer() -> None:
@@ -131,8 +148,16 @@ def test_room_never_exceeds_the_buffer() -> None:
     counts_PP2 = torch.tensor([[[1000, 1000], [7000, 7000]], [[1000, 1000], [7000, 7000]]])
     for buffer, room in ((2.0, True), (1.9, False)):
         dispatcher.buffer = buffer
-        expected._make_room(dispatcher, counts_PP2, counts_PP2)
+        expected._make_room(dispatcher, *[counts_PP2] * 3)
         assert (dispatcher in expected._sizes) is room
+    # largest counts of two passes, of which each has another rank with more
+    dispatcher.buffer = 2.0
+    expected._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2.flip(1))
+    assert int(torch.maximum(counts_PP2, counts_PP2.flip(1))[..., 1].sum(0).max()) == 14000, "1.75 times the mean"
+    assert dispatcher in expected._sizes
+    dispatcher.buffer = 1.9
+    expected._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2.flip(1))
+    assert dispatcher not in expected._sizes
 
 
 def test_tokens_that_are_sent_in_rounds_get_no_room(model: _Model) -> None:
@@ -148,6 +173,13 @@ def test_a_layer_that_is_called_twice_in_a_pass_has_exact_sizes(model: _Model) -
         assert model.step(100, 400) == [None, None]
     assert model.step(100) == [None]
     assert model.dispatcher.expected.repeated == 0
+
+
+def test_a_pass_that_calls_a_layer_twice_for_the_first_time_is_repeated(model: _Model) -> None:
+    model.step(100)
+    assert model.step(100, 100) == [room_for(100), None, None, None]
+    assert model.step(100) == [None]
+    assert model.step(1000) == [None], "for good"
 
 
 def test_sizes_are_exact_without_gradients_or_outside_an_observed_pass(model: _Model) -> None:

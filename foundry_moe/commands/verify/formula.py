@@ -184,9 +184,6 @@ class Capture:
         mask_T = torch.ones(len(x_TD)).bool() if mask_T is None else mask_T.cpu()
         mask_NS = mask_T.view(x.shape[0] if x.dim() == 3 else 1, -1)
         found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, mask_NS=mask_NS)
-        expected = getattr(layer.dispatcher, "expected", None)
-        if expected is not None and expected.repeats:
-            self._passes[name].pop()
         self._passes[name].append(found)
 
         def keep(gradient: Tensor) -> None:
@@ -202,7 +199,13 @@ class Capture:
         """
         for hook in self._hooks:
             hook.remove()
-        return {name: _judge(layer, self._passes[name]) for name, layer in self._layers.items()}
+        return {name: _judge(layer, _last_attempts(layer, self._passes[name])) for name, layer in self._layers.items()}
+
+
+def _last_attempts(layer: MoELayer, passes: list[_Pass]) -> list[_Pass]:
+    """Without passes that were repeated: those have no gradient."""
+    expected = layer.dispatcher.expected
+    return passes if expected is None or not expected.repeated else [seen for seen in passes if seen.dy_TD is not None]
 
 
 def _whole(tensor: Tensor) -> Tensor:
