@@ -120,7 +120,7 @@ def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None, *, zeros:
     """x_SD: tokens copied to their rows. Without gradient.
 
     Args:
-        rows: S; None = T * C, as many as there could be without more room than needed.
+        rows: S; None = T * C, the most without `room`.
         zeros: in unused rows, which are undefined otherwise.
     """
     rows = row_TC.numel() if rows is None else rows

@@ -54,7 +54,8 @@ class Exchange:
     stages: splits of each stage of the all-to-all.
     blocks: of a hierarchical one, rows between the stages: [from a rank of this node][to a node].
     received_choices: choices among the rows received, or more.
-    padded: some rows are not in use. They are zeros without choices: a sum over all rows may read them.
+    padded: some rows are not in use. Their experts are -1, and gradients of their results zeros, since the gradient of
+        biases is a sum over all rows.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class AllToAllDispatcher(Dispatcher):
                 torch._assert_async((first_P2 == counts_P2).all(), "a recomputation chose other experts")  # type: ignore[call-overload]
             row_TC, packed = assign_rows(sizes and sizes.room)
             # room for T x C rows: the device gathers while the host waits for the number that is used
-            rows_SD = gather_rows(x_TD, row_TC, sizes and sizes.room[1], zeros=sizes is not None)
+            rows_SD = gather_rows(x_TD, row_TC, sizes and sizes.room[1])
             counts_PP2 = sizes.room_PP2 if sizes else counts()
             rounds: tuple[slice, ...] = ()
             if part is None and sizes is None:

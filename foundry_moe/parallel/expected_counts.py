@@ -43,6 +43,7 @@ class Sizes:
     room_PP2: rows that each rank has room for from each, and choices among them; on the host, the same on all ranks.
     room: this rank's row of `room_PP2`, as kernels read it, and its sum of rows.
     largest_PP2, before_PP2: the largest counts of this window of passes, and of the one before.
+    choices: the most that one pass of this window had, on all ranks together.
     passes: in this window.
     """
 
@@ -50,14 +51,15 @@ class Sizes:
     room: Room
     largest_PP2: Tensor
     before_PP2: Tensor
-    passes: int = 0
+    choices: int
+    passes: int
 
 
 class ExpectedCounts:
     """Sizes of the dispatches of a model's forward passes, and whether they sufficed.
 
     Args:
-        layers: MoE layers with their dispatchers. One that is called twice in a pass has exact sizes.
+        layers: MoE layers with their dispatchers. One that is called twice in a pass has exact sizes from then on.
         device: of the model.
         repeat_group: ranks that repeat a forward pass together; None = those of one expert group, which know the same.
 
@@ -97,15 +99,22 @@ class ExpectedCounts:
             return
         sizes = self._sizes.get(dispatcher)
         if sizes is None:
-            self._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2)
+            self._make_room(dispatcher, counts_PP2, counts_PP2, _choices(counts_PP2))
         elif (counts_PP2 > sizes.room_PP2).any():
-            self._make_room(dispatcher, counts_PP2, torch.maximum(sizes.largest_PP2, counts_PP2), sizes.before_PP2)
+            self._see(sizes, counts_PP2)
+            self._make_room(dispatcher, sizes.largest_PP2, sizes.before_PP2, sizes.choices, sizes.passes)
 
-    def _make_room(self, dispatcher: Any, counts_PP2: Tensor, largest_PP2: Tensor, before_PP2: Tensor) -> None:
-        """Room for the largest counts and some more, unless it would exceed `mesh.buffer` times these counts' mean."""
+    def _see(self, sizes: Sizes, counts_PP2: Tensor) -> None:
+        sizes.largest_PP2 = torch.maximum(sizes.largest_PP2, counts_PP2)
+        sizes.choices = max(sizes.choices, _choices(counts_PP2))
+
+    def _make_room(
+        self, dispatcher: Any, largest_PP2: Tensor, before_PP2: Tensor, choices: int, passes: int = 0
+    ) -> None:
+        """Room for the largest counts and some more, unless it would exceed `mesh.buffer` times an even share."""
         room_PP2 = (torch.maximum(largest_PP2, before_PP2) * (1 + _MARGIN)).ceil().long() + _EXTRA
-        even = int(counts_PP2[..., 1].sum()) / len(counts_PP2)  # choices that a rank would receive
-        exceeds = room_PP2[..., 1].sum(0).max() > dispatcher.buffer * even + _EXTRA * len(counts_PP2)
+        ranks = len(room_PP2)
+        exceeds = room_PP2[..., 1].sum(0).max() > dispatcher.buffer * choices / ranks + _EXTRA * ranks
         if exceeds or dispatcher in self._always_exact:
             self._sizes.pop(dispatcher, None)
             return
@@ -114,18 +123,23 @@ class ExpectedCounts:
         if self.device.type == "cuda":
             room_P2 = room_P2.pin_memory().to(self.device, non_blocking=True)
         self._sizes[dispatcher] = Sizes(
-            room_PP2=room_PP2, room=(room_P2, rows), largest_PP2=largest_PP2, before_PP2=before_PP2
+            room_PP2=room_PP2,
+            room=(room_P2, rows),
+            largest_PP2=largest_PP2,
+            before_PP2=before_PP2,
+            choices=choices,
+            passes=passes,
         )
 
     def _check(self, dispatcher: Any, counts_PP2: Tensor, sizes: Sizes) -> bool:
         """Whether a dispatch with these sizes had room for all; makes room for the next one."""
-        sizes.largest_PP2 = torch.maximum(sizes.largest_PP2, counts_PP2)
+        self._see(sizes, counts_PP2)
         sizes.passes += 1
         fits = bool((counts_PP2 <= sizes.room_PP2).all())
-        if not fits:
-            self._make_room(dispatcher, counts_PP2, sizes.largest_PP2, sizes.before_PP2)
-        elif sizes.passes >= _WINDOW:
-            self._make_room(dispatcher, counts_PP2, counts_PP2, sizes.largest_PP2)
+        if sizes.passes >= _WINDOW:
+            self._make_room(dispatcher, counts_PP2, sizes.largest_PP2, sizes.choices)
+        elif not fits:
+            self._make_room(dispatcher, sizes.largest_PP2, sizes.before_PP2, sizes.choices, sizes.passes)
         return fits
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,15 +148,16 @@ class ExpectedCounts:
         Sizes are exact without gradients, and outside an observed pass, where a recomputation could not find them.
         """
         contexts = {layer.context for layer in self.layers}
-        if not torch.is_grad_enabled() or in_backward() or not all(context.runs for context in contexts):
+        observed = all(context.runs for context in contexts)
+        if self._runs or not observed or in_backward() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         random = _random_state()
         recorded = [(layer, layer.record.calls(layer)) for layer in self.layers if layer.record is not None]
         self._runs, self._exact = True, self._exact_passes > 0
+        self._exact_passes -= self._exact
         try:
             result = forward(*args, **kwargs)
             if self._exact:
-                self._exact_passes -= 1
                 return result
             fits = self._check_all()
             self._count_pass(repeated=not fits)
@@ -167,7 +182,7 @@ class ExpectedCounts:
         """Whether all dispatches on all ranks had room. Waits for the counts of the last one."""
         if any(dispatcher in self._always_exact for dispatcher, _, _ in self._sent):
             fits = False  # its first call could not know of the second
-        else:  # layers behind one without room have computed with wrong tokens, and are not looked at
+        else:  # dispatches behind one without room were of wrong tokens, and their counts are not looked at
             fits = all(self._check(dispatcher, counts(), sizes) for dispatcher, counts, sizes in self._sent)
         return fits if self.repeat_group is None else _all_of(fits, self.device, self.repeat_group)
 
@@ -184,6 +199,10 @@ class ExpectedCounts:
         else:
             self._next_windows = 1
         self._passes = self._repeated_lately = 0
+
+
+def _choices(counts_PP2: Tensor) -> int:
+    return int(counts_PP2[..., 1].sum())
 
 
 def expect_counts(

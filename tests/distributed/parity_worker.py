@@ -218,7 +218,7 @@ def _with_expected_sizes(
     first = model(*tensors)
     if short:
         expected_counts._EXTRA = 0
-        expected._make_room(dispatcher, *[torch.zeros_like(seen[0])] * 3)
+        expected._make_room(dispatcher, *[torch.zeros_like(seen[0])] * 2, 0)
         expected_counts._EXTRA = extra
     y_TD = model(*tensors)
     assert torch.equal(first, y_TD), "the same rows in the same order"

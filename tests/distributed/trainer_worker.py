@@ -93,10 +93,10 @@ def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict
     make_room, passes = ExpectedCounts._make_room, Counter[int]()
     first = dist.get_rank() < 2
 
-    def make_too_little(self: ExpectedCounts, dispatcher: Any, *counts_PP2: torch.Tensor) -> None:
+    def make_too_little(self: ExpectedCounts, dispatcher: Any, counts_PP2: torch.Tensor, *_: Any) -> None:
         passes[id(dispatcher)] += 1
         short = first == bool(passes[id(dispatcher)] % 2)
-        make_room(self, dispatcher, *[counts_PP2[0] // 4 if short else counts_PP2[0] + 64] * 3)
+        make_room(self, dispatcher, *[counts_PP2 // 4 if short else counts_PP2 + 64] * 2, 10_000)
 
     ExpectedCounts._make_room = make_too_little  # type: ignore[method-assign]
     return train_runs(path, runs)

@@ -105,8 +105,9 @@ def test_after_many_repetitions_sizes_are_exact_for_longer_and_longer(
     seen = ["exact" if len(model.step(next(counts))) == 1 else "repeated" for _ in range(24)]
     assert seen == ["exact", *["repeated"] * 3, *["exact"] * 4, *["repeated"] * 4, *["exact"] * 8, *["repeated"] * 4]
     for _ in range(16):
-        assert model.step(8) == [None]
-    assert all(len(model.step(8)) == 1 for _ in range(4))
+        assert model.step(2**36) == [None]
+    assert model.step(2**36) == [room_for(2**36)], "exact passes have made room"
+    assert all(len(model.step(8)) == 1 for _ in range(3))
     assert model.dispatcher.expected._next_windows == 1
 
 
@@ -115,7 +116,7 @@ def test_layers_behind_one_without_room_teach_nothing(model: _Model) -> None:
     expected, other = model.dispatcher.expected, _Dispatcher()
     model.step(8)
     for dispatcher in (model.dispatcher, other):
-        expected._make_room(dispatcher, *[torch.full((1, 1, 2), 8)] * 3)
+        expected._make_room(dispatcher, *[torch.full((1, 1, 2), 8)] * 2, 8)
     expected._sent = [
         (dispatcher, lambda: torch.full((1, 1, 2), 1000), expected._sizes[dispatcher])
         for dispatcher in (model.dispatcher, other)
@@ -124,14 +125,12 @@ def test_layers_behind_one_without_room_teach_nothing(model: _Model) -> None:
     assert [int(expected._sizes[d].room_PP2[0, 0, 0]) for d in (model.dispatcher, other)] == [room_for(1000), 25]
 
 
-def test_the_repetition_and_passes_with_exact_sizes_make_room_for_what_they_see(
-    model: _Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_repetition_and_passes_with_exact_sizes_make_room_for_what_they_see(model: _Model) -> None:
     """Of all layers, where the check has looked at one alone."""
     expected, other = model.dispatcher.expected, _Dispatcher()
     small, large = (torch.full((1, 1, 2), count) for count in (8, 1000))
     for exact in (False, True):
-        expected._make_room(other, small, small, small)
+        expected._make_room(other, small, small, 8)
         expected._runs, expected._exact = True, exact
         assert (expected.sizes_for(other, lambda: small) is None) is exact
         expected.learn(other, large)
@@ -146,18 +145,33 @@ def test_room_never_exceeds_the_buffer() -> None:
     expected = ExpectedCounts([], torch.device("cpu"), None)
     dispatcher = _Dispatcher()
     counts_PP2 = torch.tensor([[[1000, 1000], [7000, 7000]], [[1000, 1000], [7000, 7000]]])
+    choices = int(counts_PP2[..., 1].sum())
     for buffer, room in ((2.0, True), (1.9, False)):
         dispatcher.buffer = buffer
-        expected._make_room(dispatcher, *[counts_PP2] * 3)
+        expected._make_room(dispatcher, counts_PP2, counts_PP2, choices)
         assert (dispatcher in expected._sizes) is room
-    # largest counts of two passes, of which each has another rank with more
+    # another rank has more in the next pass: 1.75 times the mean of one pass still, of which no pass has more choices
     dispatcher.buffer = 2.0
-    expected._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2.flip(1))
-    assert int(torch.maximum(counts_PP2, counts_PP2.flip(1))[..., 1].sum(0).max()) == 14000, "1.75 times the mean"
-    assert dispatcher in expected._sizes
+    expected._make_room(dispatcher, counts_PP2, counts_PP2, choices)
+    expected._check(dispatcher, counts_PP2.flip(1), expected._sizes[dispatcher])
+    sizes = expected._sizes[dispatcher]
+    assert sizes.choices == choices and sizes.largest_PP2[..., 1].sum() > choices
     dispatcher.buffer = 1.9
-    expected._make_room(dispatcher, counts_PP2, counts_PP2, counts_PP2.flip(1))
+    expected._make_room(dispatcher, sizes.largest_PP2, sizes.before_PP2, sizes.choices)
     assert dispatcher not in expected._sizes
+
+
+def test_a_short_pass_or_one_without_room_does_not_end_what_a_window_has_seen(
+    model: _Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_counts, "_WINDOW", 4)
+    model.dispatcher.buffer = 2.0
+    for count in (1000, 1000, 1000, 1000, 10):
+        model.step(count)
+    assert model.step(1000) == [room_for(1000)]
+    assert model.step(2000) == [room_for(1000), None]
+    assert [model.step(10)[0] for _ in range(6)] == [room_for(2000)] * 6, "to the end of the next window"
+    assert model.step(10) == [room_for(10)], "the one without room has not begun another window"
 
 
 def test_tokens_that_are_sent_in_rounds_get_no_room(model: _Model) -> None:

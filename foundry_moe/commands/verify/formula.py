@@ -205,7 +205,9 @@ class Capture:
 def _last_attempts(layer: MoELayer, passes: list[_Pass]) -> list[_Pass]:
     """Without passes that were repeated: those have no gradient."""
     expected = layer.dispatcher.expected
-    return passes if expected is None or not expected.repeated else [seen for seen in passes if seen.dy_TD is not None]
+    if expected is None or not expected.repeated:
+        return passes
+    return [seen for seen in passes if seen.dy_TD is not None] or passes
 
 
 def _whole(tensor: Tensor) -> Tensor:
