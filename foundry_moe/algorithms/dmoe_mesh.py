@@ -84,8 +84,8 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     )
     state.fsdp_config.device_mesh = placement.mesh
     if placement.plan.expert > 1 and mesh_config.sizes == "expected":
-        everyone = None if placement.plan.expert == dist.get_world_size() else torch.distributed.group.WORLD
-        expect_counts(state.model, moe_layers(state.model), state.device._device, everyone)  # type: ignore[arg-type]
+        repeat_group = None if placement.plan.expert == dist.get_world_size() else torch.distributed.group.WORLD
+        expect_counts(state.model, moe_layers(state.model), state.device._device, repeat_group)  # type: ignore[arg-type]
     keeps = state.fsdp_config.reshard_after_forward is False
     _replace_clipping(state, replicated=placement.plan.replicate > 1, keeps_weights=keeps)
     _compile(state, mesh_config)

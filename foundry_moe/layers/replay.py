@@ -187,5 +187,6 @@ def _layers(model: nn.Module) -> list[MoELayer]:
                 f"gate {layer.config.gate['name']} cannot be replayed: its tokens have no fixed number of experts, or "
                 "its class does not set REPLAYS"
             )
-        layer.context.observe(model)
+    for context in {layer.context for layer in layers}:
+        context.observe(model)
     return layers

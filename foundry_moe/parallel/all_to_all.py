@@ -235,7 +235,7 @@ class AllToAllDispatcher(Dispatcher):
         Returns:
             Waits for counts_PP2 on the host, by rank: [from][to].
         """
-        stream = side_stream(counts_P2.device) if counts_P2.is_cuda else None
+        stream = side_stream(counts_P2.device)
         gathered = counts_P2
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(counts_P2.device))

@@ -38,9 +38,9 @@ def all_to_all(
 
 
 @functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for small messages that the host waits for, beside the kernels of the current one."""
-    return torch.cuda.Stream(device)
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for small messages that the host waits for, beside the kernels of the current one; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class GateCollectives:

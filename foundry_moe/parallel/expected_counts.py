@@ -70,6 +70,7 @@ class ExpectedCounts:
 
     def __init__(self, layers: Sequence[Any], device: torch.device, repeat_group: dist.ProcessGroup | None) -> None:
         self.layers, self.device, self.repeat_group = layers, device, repeat_group
+        self.contexts = {layer.context for layer in layers}
         self.repeated = 0
         self._sizes: dict[Any, Sizes] = {}  # by dispatcher
         self._always_exact: set[Any] = set()
@@ -147,8 +148,7 @@ class ExpectedCounts:
 
         Sizes are exact without gradients, and outside an observed pass, where a recomputation could not find them.
         """
-        contexts = {layer.context for layer in self.layers}
-        observed = all(context.runs for context in contexts)
+        observed = all(context.runs for context in self.contexts)
         if self._runs or not observed or in_backward() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         random = _random_state()
@@ -168,7 +168,7 @@ class ExpectedCounts:
             _restore_random_state(*random)
             for layer, calls in recorded:
                 layer.record.keep(layer, calls)
-            for context in contexts:
+            for context in self.contexts:
                 context.restart()
             self._called.clear()
             self._exact = True
@@ -212,7 +212,8 @@ def expect_counts(
     expected = ExpectedCounts(layers, device, repeat_group)
     for layer in layers:
         layer.dispatcher.expected = expected
-        layer.context.observe(model)
+    for context in expected.contexts:
+        context.observe(model)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -225,7 +226,7 @@ def expect_counts(
 
 def _all_of(fits: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether it holds on all ranks. The host waits for the message, not for the kernels that are queued."""
-    with torch.cuda.stream(side_stream(device) if device.type == "cuda" else None):
+    with torch.cuda.stream(side_stream(device)):
         number = torch.tensor(int(fits), device=device)
         dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
         return bool(number)

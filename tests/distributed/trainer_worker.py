@@ -71,7 +71,7 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(layers: list[Any]) -> tuple[int, int] | None:
     """Dispatches with expected sizes that had room, and passes that were repeated; None = all sizes were exact."""
-    expected = getattr(layers[0].dispatcher, "expected", None)
+    expected = layers[0].dispatcher.expected
     if expected is None:
         return None
     return sum(sizes.passes for sizes in expected._sizes.values()), expected.repeated
