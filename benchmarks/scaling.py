@@ -4,7 +4,8 @@
         [--microbatches 1] [--repeats 3] [--balanced] [--trace] [KEY=VALUE ...]
 
 Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences per GPU and
-microbatch. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
+microbatch, weights gathered and gradients reduced once per batch; with several microbatches also steps of one
+alone. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
 replicas. With repeats every mesh runs once before any runs again, and a line has medians. `--trace` adds a launch
 that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. For
 `--balanced` see `train_step.py`.
@@ -52,9 +53,10 @@ def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = N
         f"max_duration={STEPS}ba",
         f"model.n_layers={layers}",
         f"model.moe.mesh={{replicate: {replicate}, shard: {shard}, expert: {expert}, compile: blocks}}",
+        "fsdp_config.reshard_after_forward=false",
         *arguments.keys,
         *(["--balanced"] if arguments.balanced else []),
-        *(["--trace", str(trace)] if trace else []),
+        *(["--trace", str(trace)] if trace else ["--first-microbatch"] if arguments.microbatches > 1 else []),
     ]
     return [*launched(gpus, "benchmarks/train_step.py"), f"yamls/bench/{arguments.run}.yaml", *keys]
 
@@ -99,14 +101,22 @@ def traced(mesh: Mesh, arguments: argparse.Namespace) -> list[str]:
     return [f"{busy:.1f}", f"{nccl:.1f}", f"{step_ms - busy:.1f}"]
 
 
-def row_of(mesh: Mesh, runs: list[Row], one_gpu: float | None) -> list[str]:
-    speed = statistics.median(run["tokens_per_s_per_gpu"] for run in runs)
-    middle = min(runs, key=lambda run: abs(run["tokens_per_s_per_gpu"] - speed))
+def speed_of(runs: list[Row], one_gpu: float | None) -> list[str]:
+    """Cells of speed, speed over one GPU's, MFU and the step's milliseconds, of the median run."""
+    middle = sorted(runs, key=lambda run: run["step_ms"])[len(runs) // 2]
+    speed = middle["tokens_per_s_per_gpu"]
     ratio = f"{speed / one_gpu:.3f}" if one_gpu else ""
-    mfu = f"{middle['mfu']:.1%}" if middle["mfu"] else ""
-    slowest = f"{middle['slowest_over_median']:.2f}"
-    name = ", ".join(map(str, mesh))
-    return [f"({name})", f"{speed:,.0f}", ratio, mfu, str(middle["step_ms"]), slowest, str(middle["reserved_gib"])]
+    return [f"{speed:,}", ratio, f"{middle['mfu']:.1%}" if middle["mfu"] else "", str(middle["step_ms"])]
+
+
+def row_of(mesh: Mesh, runs: dict[Mesh, list[Row]]) -> list[str]:
+    cells = [f"({', '.join(map(str, mesh))})"]
+    for found in (runs, {key: [run.get("first_microbatch") for run in rows] for key, rows in runs.items()}):
+        if found[mesh][0] is not None:
+            alone = [run["tokens_per_s_per_gpu"] for run in found.get((1, 1, 1), ())]
+            cells += speed_of(found[mesh], statistics.median(alone) if alone else None)
+    last = runs[mesh][-1]
+    return [*cells, f"{last['slowest_over_median']:.2f}", str(last["reserved_gib"])]
 
 
 def main() -> None:
@@ -130,10 +140,10 @@ def main() -> None:
         for mesh in meshes:
             runs[mesh].append(launch(command_of(mesh, arguments)))
             print(json.dumps({"mesh": mesh, **runs[mesh][-1]}), file=sys.stderr, flush=True)
-    alone = runs.get((1, 1, 1))
-    one_gpu = statistics.median(run["tokens_per_s_per_gpu"] for run in alone) if alone else None
-    columns = ["mesh", "tokens/s per GPU", "over one GPU", "MFU", "step, ms", "slowest step", "reserved, GiB"]
-    rows = [row_of(mesh, runs[mesh], one_gpu) for mesh in meshes]
+    speed = ["tokens/s per GPU", "over one GPU", "MFU", "step, ms"]
+    one = [f"one microbatch: {speed[0]}", *speed[1:]] if arguments.microbatches > 1 else []
+    columns = ["mesh", *speed, *one, "slowest step", "reserved, GiB"]
+    rows = [row_of(mesh, runs) for mesh in meshes]
     if arguments.trace:
         columns += ["busy, ms", "NCCL alone, ms", "idle, ms"]
         rows = [row + traced(mesh, arguments) for row, mesh in zip(rows, meshes, strict=True)]

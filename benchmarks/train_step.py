@@ -1,12 +1,13 @@
 """Times training steps of a YAML run through Composer: tokens/s per GPU, MFU, memory, and where a step's time goes.
 
     composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--profile] [--trace FILE]
-        [--balanced]
+        [--balanced] [--first-microbatch]
 
 Prints one line of JSON. `--profile` adds a table of kernels by time of the last step, `--trace` writes rank 0's trace
 of it in Chrome's format: the device's alone, since the host would be slower while it traces its own operations.
 `--balanced` replaces the experts of every token by random ones, as if the model had been trained: at the start experts'
-loads differ, and a rank waits for the one with more. One run per launch: a second one in the same processes finds
+loads differ, and a rank waits for the one with more. `--first-microbatch` adds as many steps again, of the first
+microbatch of a batch alone. One run per launch: a second one in the same processes finds
 memory that Composer and FSDP2 still hold of the first.
 """
 
@@ -54,7 +55,10 @@ class BalancedChoices(Callback):
 
 
 class StepTimer(Callback):
-    """Wall time of each step, the device idle at both ends; optionally a profile of the last one."""
+    """Wall time of each step, the device idle at both ends; optionally a profile of the last of whole batches.
+
+    Steps after this one are of the first microbatch alone.
+    """
 
     def __init__(self, profile: bool, trace: bool, last: int) -> None:
         self.seconds: list[float] = []
@@ -68,6 +72,10 @@ class StepTimer(Callback):
             if profile:
                 activities.append(torch.profiler.ProfilerActivity.CPU)
             self.profiler = torch.profiler.profile(activities=activities)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if len(self.seconds) >= self.last:
+            state.batch = {name: value[: state.device_train_microbatch_size] for name, value in state.batch.items()}
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if len(self.seconds) == SKIPPED_STEPS:
@@ -86,7 +94,11 @@ class StepTimer(Callback):
 
 
 def measure(
-    config: DictConfig, table: bool = False, trace: str | None = None, balanced: bool = False
+    config: DictConfig,
+    table: bool = False,
+    trace: str | None = None,
+    balanced: bool = False,
+    first_microbatch: bool = False,
 ) -> dict[str, Any]:
     """One run; the same numbers on every rank but for memory, which is the largest."""
     from llmfoundry.command_utils import train
@@ -98,31 +110,43 @@ def measure(
     callbacks.register("balanced_choices", func=BalancedChoices)
     if balanced:  # first, so that drawing is not timed
         OmegaConf.update(config, "callbacks.balanced_choices", {}, force_add=True)
+    if first_microbatch:
+        config.max_duration = f"{2 * steps}ba"
     timed = {"profile": table, "trace": trace is not None, "last": steps}
     OmegaConf.update(config, "callbacks.step_timer", timed, force_add=True)
     plain = OmegaConf.to_container(config, resolve=True)
     flops = read_shape(plain).flops_per_token  # as torchtitan counts, so that MFUs compare
     trainer = train(OmegaConf.create(plain))
     timer = next(callback for callback in trainer.state.callbacks if isinstance(callback, StepTimer))
-    seconds = statistics.median(timer.seconds[SKIPPED_STEPS : steps - 1 if profile else steps])
-    later = timer.seconds[SLOWEST_AFTER : steps - 1 if profile else steps]
-    tokens = config.global_train_batch_size // dist.get_world_size() * config.max_seq_len
+    whole = timer.seconds[: steps - 1 if profile else steps]
+    seconds, later = statistics.median(whole[SKIPPED_STEPS:]), whole[SLOWEST_AFTER:]
+    samples = config.global_train_batch_size // dist.get_world_size()
     peak = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
     dist.all_reduce(peak, reduce_operation="MAX")
     device = torch.cuda.get_device_name()
     roof = next((f for name, f in PEAK_FLOPS.items() if name in device), None)
+
+    def speed(samples: int, seconds: float) -> dict[str, Any]:
+        tokens_per_s = samples * config.max_seq_len / seconds
+        return {
+            "step_ms": round(1e3 * seconds, 1),
+            "tokens_per_s_per_gpu": round(tokens_per_s),
+            "mfu": round(flops * tokens_per_s / roof, 4) if roof else None,
+        }
+
     result = {
         "gpus": dist.get_world_size(),
         "device": device,
-        "step_ms": round(1e3 * seconds, 1),
+        **speed(samples, seconds),
         "spread_ms": [round(1e3 * s, 1) for s in timer.seconds],
         "slowest_over_median": round(max(later) / seconds, 3) if later else None,
         "compiled_later": sorted({name for names in timer.compiled[SLOWEST_AFTER:] for name in names}),
-        "tokens_per_s_per_gpu": round(tokens / seconds),
-        "mfu": round(flops * tokens / seconds / roof, 4) if roof else None,
         "allocated_gib": round(peak[0].item() / 2**30, 2),
         "reserved_gib": round(peak[1].item() / 2**30, 2),
     }
+    if first_microbatch:
+        one = statistics.median(timer.seconds[steps + SKIPPED_STEPS :])
+        result["first_microbatch"] = speed(config.device_train_microbatch_size, one)
     if timer.profiler is not None:
         if table:
             print(timer.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45), file=sys.stderr)
@@ -132,18 +156,19 @@ def measure(
     return result
 
 
-def read_arguments(description: str | None) -> tuple[DictConfig, bool, str | None, bool]:
-    """The run of the command line, whether to print its kernels, the file for a trace, and whether to balance loads."""
+def read_arguments(description: str | None) -> tuple[DictConfig, bool, str | None, bool, bool]:
+    """The arguments of `measure` from the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("yaml")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trace", metavar="FILE")
     parser.add_argument("--balanced", action="store_true")
+    parser.add_argument("--first-microbatch", action="store_true")
     arguments = parser.parse_args()
     config = OmegaConf.merge(OmegaConf.load(arguments.yaml), OmegaConf.from_cli(arguments.overrides))
     assert isinstance(config, DictConfig)
-    return config, arguments.profile, arguments.trace, arguments.balanced
+    return config, arguments.profile, arguments.trace, arguments.balanced, arguments.first_microbatch
 
 
 def main() -> None:

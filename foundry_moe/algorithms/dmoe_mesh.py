@@ -152,14 +152,14 @@ def _is_whole(weight: Any) -> bool:
     return max((size for name, size in named if name.startswith("shard")), default=2) == 1
 
 
-def _has_whole_weights(module: nn.Module) -> bool:
-    """Whether all trained weights of a module that FSDP2 wraps are whole and have gradients.
+def _adds_gradients(module: nn.Module, *, sharded: bool) -> bool:
+    """Whether FSDP2 can add up the gradients of a module that it wraps, and reduce their sum alone.
 
-    FSDP2 then adds a microbatch's gradients in 10 bytes of memory traffic per weight, and in 26 where it prepares to
-    reduce them over a shard group of one rank.
+    All trained weights must have gradients, and be whole unless `sharded`. FSDP2 then adds a microbatch's gradients in
+    10 bytes of memory traffic per weight, where it takes 26 to reduce them over a shard group of one rank.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return bool(trained) and all(parameter.grad is not None and _is_whole(parameter) for parameter in trained)
+    return bool(trained) and all(p.grad is not None and (sharded or _is_whole(p)) for p in trained)
 
 
 def count_samples(batch: Any) -> int | None:
@@ -181,7 +181,8 @@ class MeshGradients(Algorithm):
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
-        keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass.
+        keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass; from
+            the second batch on it also reduces gradients over shards once per batch, the sum of the microbatches'.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -198,9 +199,9 @@ class MeshGradients(Algorithm):
         self.keeps_weights = keeps_weights
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
-        # noted after the first batch: FSDP2 replaces parameters while it has gathered them, and has to have gathered
-        # those of a module before it can add their gradients
-        self._whole: set[nn.Module] | None = None
+        # modules whose gradients are added up. Noted after the first batch: FSDP2 replaces parameters while it has
+        # gathered them, and has to have gathered those of a module before it can add their gradients
+        self._adding: set[nn.Module] | None = None
         self._wrapped: list[Any] = []  # modules that FSDP2 wraps
         self._expected: int | None = None
         self._seen = 0
@@ -226,7 +227,7 @@ class MeshGradients(Algorithm):
             self._seen += 1
             last = self._expected is None or self._seen >= self._expected
             for module in self._wrapped:
-                if module in (self._whole or ()):
+                if module in (self._adding or ()):
                     module.set_requires_gradient_sync(last, recurse=False)
                 elif self.replicated:
                     module.set_requires_all_reduce(last, recurse=False)
@@ -243,17 +244,20 @@ class MeshGradients(Algorithm):
         return max(1, math.ceil(samples / size))
 
     def _end_batch(self) -> None:
-        """Compares the number of microbatches with the expected one, and notes whole weights after the first batch."""
-        if self._expected is not None and self._seen < self._expected and self.keeps_weights:
+        """Compares the number of microbatches with the expected one; after the first batch notes which modules add."""
+        alike = self._expected is None or self._seen == self._expected
+        if self.keeps_weights and self._expected is not None and self._seen < self._expected:
             for module in self._wrapped:
                 module.reshard()
-        if self.replicated and self._expected is not None and self._seen != self._expected:
+        if not alike and (self.replicated or self._adding):
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
-                "summed over all ranks: use mesh: {replicate: 1} with this data loader"
+                "summed over all ranks: use mesh: {replicate: 1} and fsdp_config: {reshard_after_forward: true} with "
+                "this data loader"
             )
-        if self.replicated and self._whole is None:
-            self._whole = {module for module in self._wrapped if _has_whole_weights(module)}
+        if self._adding is None:
+            adds = [m for m in self._wrapped if alike and _adds_gradients(m, sharded=self.keeps_weights)]
+            self._adding = set(adds)
 
     def _clip(self, state: State, logger: Logger) -> None:
         if self.clipping_type == "norm":

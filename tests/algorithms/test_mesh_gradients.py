@@ -65,22 +65,43 @@ def test_weights_that_are_kept_are_freed_by_the_last_microbatch(monkeypatch: pyt
     assert _run(monkeypatch, batch, 3, 3, keeps_weights=True, replicated=False) == ([], last)
 
 
-def test_whole_weights_are_reduced_in_the_last_microbatch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replicated", [True, False])
+def test_gradients_that_add_up_are_reduced_in_the_last_microbatch_alone(
+    monkeypatch: pytest.MonkeyPatch, replicated: bool
+) -> None:
     """From the second batch on, though FSDP2 installs parameters of another kind once it has gathered the weights."""
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
-    model, algorithm = _Recorder(), MeshGradients(replicated=True, keeps_weights=True)
-    whole = [True]
-    monkeypatch.setattr(mesh_callback, "_has_whole_weights", lambda module: whole.pop())
+    model, algorithm = _Recorder(), MeshGradients(replicated=replicated, keeps_weights=True)
+    adds = [True]
+    monkeypatch.setattr(mesh_callback, "_adds_gradients", lambda module, sharded: sharded and adds.pop())
     state: Any = SimpleNamespace(batch=torch.zeros(6, 3), device_train_microbatch_size=2, model=model)
     for event in (Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_FORWARD] * 3, Event.AFTER_TRAIN_BATCH) * 2:
         algorithm.apply(event, state, None)  # type: ignore[arg-type]
-    assert (model.seen, model.reduced) == ([False, False, True], [False, False, True])
+    assert (model.seen, model.reduced) == ([False, False, True] * replicated, [False, False, True])
+    algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
+    algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
+    model.reshard = lambda: None  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"had 1 microbatches, not 3 as expected.*reshard_after_forward: true"):
+        algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "trained", "adds"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_gradients_add_up_where_every_trained_weight_has_one(sharded: bool, trained: bool, adds: bool) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight.grad = torch.zeros(2, 2)
+    module.bias.grad = torch.zeros(2) if trained else None
+    assert mesh_callback._adds_gradients(module, sharded=sharded) == adds
+    module.requires_grad_(False)
+    assert not mesh_callback._adds_gradients(module, sharded=sharded)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_without_replicas_another_number_of_microbatches_only_frees_weights(
+def test_without_replicas_another_number_of_microbatches_in_the_first_batch_only_frees_weights(
     monkeypatch: pytest.MonkeyPatch, microbatches: int
 ) -> None:
+    """No gradients add up then."""
     freed: list[bool] = []
     monkeypatch.setattr(_Recorder, "reshard", lambda self: freed.append(True), raising=False)
     batch = {"input_ids": torch.zeros(7, 3)}

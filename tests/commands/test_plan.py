@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
@@ -178,51 +179,65 @@ def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
 RESHARD = "fsdp_config__reshard_after_forward"
 
 
-@pytest.mark.parametrize(("resharded", "gathers"), [(False, 1), (True, 2 * 8)])
-def test_kept_weights_are_gathered_once_per_batch(resharded: bool, gathers: int) -> None:
+@pytest.mark.parametrize(("resharded", "gathers", "reductions"), [(False, 1, 1), (True, 2 * 8, 8)])
+def test_kept_weights_are_gathered_and_reduced_once_per_batch(resharded: bool, gathers: int, reductions: int) -> None:
     keys = {RESHARD: resharded, "device_train_microbatch_size": 1, "global_train_batch_size": 64}
     plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=8, per_node=8, gib=141)
     counts = {message.name: message.count for message in plan.messages}
     assert (counts["all-gather dense"], counts["all-gather experts"]) == (17 * gathers, 16 * gathers)
-    assert (counts["reduce-scatter dense"], counts["reduce-scatter experts"]) == (17 * 8, 16 * 8)
+    assert (counts["reduce-scatter dense"], counts["reduce-scatter experts"]) == (17 * reductions, 16 * reductions)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "first", "second", "later"),
+    ("mesh", "resharded", "first", "second", "later"),
     [
         # cast and laid out, and the part of a GPU to its place and, after the first, to the sum
-        ((1, 2, 1), 6 + 4, 6 + 4 + 6, 6 + 4 + 6),
-        # replicas of whole weights: cast; added as they come; the last time, the sum is laid out and to its place, in
-        # place of the one gradient
-        ((2, 1, 1), 6 + 8, 10 + 8, 10),
+        ((1, 2, 1), True, 6 + 4, 6 + 4 + 6, 6 + 4 + 6),
+        # kept, or replicas of whole weights: cast; added as they come; the last time, the sum is laid out and a GPU's
+        # part to its place, in place of the one gradient
+        ((1, 2, 1), False, 6 + 4, 10 + 8, 10),
+        ((2, 1, 1), True, 6 + 8, 10 + 8, 10),
+        ((2, 1, 1), False, 6 + 8, 10 + 8, 10),
     ],
 )
 def test_bytes_of_gradients_by_microbatch(
-    mesh: tuple[int, int, int], first: float, second: float, later: float
+    mesh: tuple[int, int, int], resharded: bool, first: float, second: float, later: float
 ) -> None:
     widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
     times = []
     for microbatches in (1, 2, 3, 4):
-        keys = {RESHARD: False, "model__moe__mesh": widths, "global_train_batch_size": 2 * 4 * microbatches}
+        keys = {RESHARD: resharded, "model__moe__mesh": widths, "global_train_batch_size": 2 * 4 * microbatches}
         plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=2, per_node=2, gib=141)
         assert plan.step.microbatches == microbatches
         per_s = plan.machine.constants.memory_bytes_per_s / plan.shape.num_params
-        times.append(plan.time["FSDP's copies"] * per_s)
-    gathered = 6 / mesh[1] + 4  # once: the cast of the part of a GPU, and the copy of all
-    assert times == pytest.approx([gathered + first + n for n in (0, second, second + later, second + 2 * later)])
+        gathered = plan.step.gathers * (6 / mesh[1] + 4)  # the cast of the part of a GPU, and the copy of all
+        times.append(plan.time["FSDP's copies"] * per_s - gathered)
+    assert times == pytest.approx([first + n for n in (0, second, second + later, second + 2 * later)])
 
 
-@pytest.mark.parametrize(("mesh", "later"), [((2, 1, 2), 10), ((1, 1, 2), 6 + 8 + 12)])
-def test_experts_of_one_rank_are_whole_weights_if_there_are_replicas(mesh: tuple[int, int, int], later: float) -> None:
+def test_kept_gradients_are_held_whole_until_the_last_microbatch() -> None:
+    """By the planner, in fp32, when the loss is computed; one GPU's part of them otherwise."""
+    held = []
+    for microbatches, resharded in itertools.product((1, 2), (True, False)):
+        keys = {RESHARD: resharded, "model__moe__mesh": {"expert": 1}, "global_train_batch_size": 8 * microbatches}
+        plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=2, per_node=2, gib=141)
+        held.append(plan.memory["activations and logits"] / plan.shape.num_params)
+    once, kept, part, whole = held
+    assert (part - once, whole - kept) == (pytest.approx(4 / 2), pytest.approx(4))
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 2)])
+def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int, int, int]) -> None:
     widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
     gpus = math.prod(mesh)
     times = []
     for microbatches in (2, 3):
-        keys = {RESHARD: False, "model__moe__mesh": widths, "global_train_batch_size": 4 * gpus * microbatches}
+        keys = {RESHARD: True, "model__moe__mesh": widths, "global_train_batch_size": 4 * gpus * microbatches}
         plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=gpus, per_node=4, gib=141)
         times.append(plan.time["FSDP's copies"] * plan.machine.constants.memory_bytes_per_s)
     dense, experts = plan.shape.num_params - plan.shape.experts, plan.shape.experts / 2
-    assert times[1] - times[0] == pytest.approx((6 + 4 + 6) * dense + later * experts)
+    gathered = 2 * ((6 / 2 + 4) * dense + (6 + 4) * experts)
+    assert times[1] - times[0] == pytest.approx((6 + 4 + 6) * dense + 10 * experts + gathered)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ class Step:
     tokens: of a microbatch on one GPU. microbatches: in a step.
     width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
         parameter. muon: hidden matrices have one moment, 4 bytes less.
-    checkpointed: activations are recomputed. resharded: weights are freed after each pass, else after the last one.
+    checkpointed: activations are recomputed. resharded: weights are freed after each pass, and gradients reduced in
+        each microbatch; else once per batch.
     """
 
     tokens: int
@@ -58,6 +59,11 @@ class Step:
         """Gathers of each weight: for both passes of each microbatch, or one that is kept to the end of the batch."""
         return 2 * self.microbatches if self.resharded else 1
 
+    @property
+    def reductions(self) -> int:
+        """Reductions of each gradient over `shard`."""
+        return self.microbatches if self.resharded else 1
+
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Parameters that one GPU stores."""
@@ -67,8 +73,13 @@ def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
 
 def trained_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Of these, the ones with gradients and optimizer state."""
-    experts = shape.moe_layers * shape.trained_experts_per_layer
-    return shape.dense * shape.trained_share / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
+    dense, experts = _gradients(shape, mesh)
+    return dense / mesh.dense_shard + experts / mesh.shard
+
+
+def _gradients(shape: ModelShape, mesh: MeshPlan) -> tuple[float, float]:
+    """Numbers in the gradients that one GPU computes, before they are reduced over `shard`: dense ones and experts'."""
+    return shape.dense * shape.trained_share, shape.moe_layers * shape.trained_experts_per_layer / mesh.expert
 
 
 def _orthogonalised(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[float, float]:
@@ -118,7 +129,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
             _collective(mesh, GATHER, what, units_ * step.gathers, step.width * size, (ranks, stride)),
-            _collective(mesh, REDUCE, what, units_ * step.microbatches, 4 * trained, (ranks, stride)),
+            _collective(mesh, REDUCE, what, units_ * step.reductions, 4 * trained, (ranks, stride)),
             # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
@@ -193,7 +204,8 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         logits = width * (4 + 1) * hidden + (4 + width) * head
     else:
         logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    at_loss = saved + logits + (4 * trained if step.microbatches > 1 else 0.0)
+    added = trained if step.resharded else sum(_gradients(shape, mesh))
+    at_loss = saved + logits + (4 * added if step.microbatches > 1 else 0.0)
     around = shape.around_ffn + shape.beside_experts
     unit = shape.experts_per_layer / mesh.expert + around
     trained_unit = shape.trained_experts_per_layer / mesh.expert + around * shape.trained_share
@@ -335,20 +347,19 @@ def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
         return casts + (step.microbatches - 1) * ADDED_BYTES * trained
     whole = shape.dense + shape.moe_layers * (shape.experts_per_layer + shape.adapters_per_layer) / mesh.expert
     gathered = step.gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
-    dense = shape.dense * shape.trained_share
-    experts = shape.moe_layers * shape.trained_experts_per_layer / mesh.expert
     return gathered + sum(
-        weights * _gradient_bytes(mesh, step.microbatches, ranks)
-        for weights, ranks in ((dense, mesh.dense_shard), (experts, mesh.shard))
+        weights * _gradient_bytes(step, ranks)
+        for weights, ranks in zip(_gradients(shape, mesh), (mesh.dense_shard, mesh.shard), strict=True)
     )
 
 
-def _gradient_bytes(mesh: MeshPlan, microbatches: int, ranks: int) -> float:
+def _gradient_bytes(step: Step, ranks: int) -> float:
     """Of one weight's gradient, beside the messages of its reduction over a shard group of `ranks`."""
-    later = microbatches - 1
-    if later and mesh.replicate > 1 and ranks == 1:  # added as they come; their sum is laid out and reduced
-        return GRADIENT_BYTES + later * ADDED_BF16_BYTES + 2 * REDUCED_BYTES
-    return microbatches * (GRADIENT_BYTES + REDUCED_BYTES / ranks) + later * ADDED_BYTES / ranks
+    later = step.microbatches - 1
+    if later and (not step.resharded or ranks == 1):
+        # added as they come; their sum is laid out and reduced
+        return GRADIENT_BYTES + later * ADDED_BF16_BYTES + REDUCED_BYTES * (1 + 1 / ranks)
+    return step.microbatches * (GRADIENT_BYTES + REDUCED_BYTES / ranks) + later * ADDED_BYTES / ranks
 
 
 def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constants: Constants) -> float:
@@ -366,7 +377,10 @@ def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constan
     gathered_s = seconds[GATHER] * forward / step.gathers
     for work_s, sent_s in (
         (forward_s * forward / step.microbatches, gathered_s),
-        (busy_s - forward_s, seconds[GATHER] - gathered_s + seconds[REDUCE] + seconds[ALL_REDUCE]),
+        (
+            (busy_s - forward_s) * step.reductions / step.microbatches,
+            seconds[GATHER] - gathered_s + seconds[REDUCE] + seconds[ALL_REDUCE],
+        ),
     ):
         exposed += max(sent_s - work_s, 0.0) + constants.contention * min(sent_s, work_s)
     return exposed
