@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import sparse_tiles
-from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, compile_first, launch, next_power_of_2
 from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
 from torch import Tensor
 
@@ -214,6 +214,7 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
         weight_ED: of x's dtype or fp32.
     """
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
+    compile_first("gate_logits", lambda: _forward_and_backward(x_TD, weight_ED, jitter))
     tokens, width = x_TD.shape
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
@@ -228,6 +229,12 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out_TE
+
+
+def _forward_and_backward(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> None:
+    logits_TE = gate_logits(x_TD, weight_ED, jitter)
+    input_gradient(logits_TE, weight_ED, jitter, x_TD.dtype)
+    weight_gradient(logits_TE, x_TD, jitter, weight_ED.dtype)
 
 
 def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter, dtype: torch.dtype) -> Tensor:

@@ -30,11 +30,36 @@ if _DIRECT:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 _known: dict[tuple[Any, ...], _Compiled] = {}
 _compiling = 0  # the thread in `compile_only`
+_compiled_first: set[str] = set()
+
+
+def compiles_ahead() -> bool:
+    """Whether kernels may be compiled before they are needed: FOUNDRY_MOE_COMPILE_AHEAD=0 turns this off."""
+    return os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") != "0" and not torch.cuda.is_current_stream_capturing()
+
+
+def processes() -> int:
+    """Of this node."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def compile_first(name: str, run: Callable[[], Any]) -> None:
+    """Compiles the kernels that `run` launches in `compile_only`, the first time of this name in this process.
+
+    Args:
+        run: of functions that only launch kernels: their results are undefined.
+    """
+    if name in _compiled_first:
+        return
+    _compiled_first.add(name)
+    if _DIRECT and not _compiling and compiles_ahead():
+        with compile_only():
+            run()
 
 
 @contextmanager
-def compile_only(threads: int) -> Iterator[bool]:
-    """Launches of this thread compile their kernels, several at a time, and run none; all are compiled at the end.
+def compile_only() -> Iterator[bool]:
+    """Launches of this thread compile their kernels, several at a time, and run none; all are loaded at the end.
 
     Yields False, and changes nothing, where Triton is not the version that launches are made for.
     """
@@ -42,7 +67,20 @@ def compile_only(threads: int) -> Iterator[bool]:
     if not _DIRECT:
         yield False
         return
-    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
+
+    def compile_and_load(compile_one: Callable[[], Any], device: int) -> Any:
+        torch.cuda.set_device(device)
+        compiled = compile_one()
+        assert compiled.run  # a C compiler builds what passes its arguments, which takes 0.3 s
+        return compiled
+
+    # this process's share of the cores, 8 at most: one H200 was no faster with 12
+    threads = max(1, min(8, len(os.sched_getaffinity(0)) // processes()))
+    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor) as mode:
+        submit = mode.submit
+        mode.submit = lambda key, compile_one, *finalize: submit(
+            key, functools.partial(compile_and_load, compile_one, torch.cuda.current_device()), *finalize
+        )
         _compiling = threading.get_ident()
         try:
             yield True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, compile_first, launch, next_power_of_2
 from torch import Tensor
 
 BLOCK = 128
@@ -132,6 +132,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     experts_TK = experts_TK.contiguous()
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")
+    compile_first("plan_permute", lambda: plan_permute(experts_TK, num_experts))
     device = experts_TK.device
     assignments = experts_TK.numel()
     blocks = cdiv(assignments, BLOCK)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, compile_first, launch, next_power_of_2
 from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
 from foundry_moe_kernels.select_topk import best_keys, expert_of, make_keys, score_of
 from torch import Tensor
@@ -254,6 +254,7 @@ def softmax_topk(
         an expert has fewer than 2^24 choices, and there are fewer than 2^24 tokens.
     """
     logits_TE = logits_TE.contiguous()
+    compile_first("softmax_topk", lambda: _forward_and_backward(logits_TE, rule, mask_T, keys_T))
     tokens, experts = logits_TE.shape
     device = logits_TE.device
     k, statistics, with_balance = rule.k, rule.statistics, rule.with_balance
@@ -296,6 +297,13 @@ def softmax_topk(
         if with_balance:
             loss = balance(mean_E, counts_E)[0]
     return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss
+
+
+def _forward_and_backward(logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None) -> None:
+    """With gradients of the results that auxiliary losses use."""
+    weights_TK, experts_TK, wanted_TK, _, counts_E, z, number, loss = softmax_topk(logits_TE, rule, mask_T, keys_T)
+    grads = Gradients(weights_TK, None, z if rule.statistics else None, loss if rule.with_balance else None)
+    softmax_topk_backward(logits_TE, rule, mask_T, Chosen(experts_TK, wanted_TK, counts_E, number), grads)
 
 
 def softmax_topk_backward(

@@ -2,8 +2,8 @@
 
 Which kernel runs depends on the rows per expert, and so on the gate. So at the first call of a kind of experts (widths,
 dtype, activation) their operators run on some fifty tokens once for each class of load, with the tiles of that class;
-before that their kernels are compiled by threads. Triton keeps what it has compiled on disk; each process of a node
-begins with another class, so that they share the work.
+before that their kernels are compiled by threads, as `compile_first` has those of a gate and of a plan compiled. Triton
+keeps what it has compiled on disk; each process of a node begins with another class, so that they share the work.
 
 FOUNDRY_MOE_COMPILE_AHEAD=0 turns this off: then the kernel of a load is compiled when the load first occurs.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from foundry_moe_kernels import tuning
-from foundry_moe_kernels.launch import compile_only
+from foundry_moe_kernels.launch import compile_only, compiles_ahead, processes
 
 from foundry_moe.ops.expert_plan import ExpertPlan, table_of
 from foundry_moe.ops.permute import PermutePlan, plan_permute
@@ -40,7 +40,7 @@ def run_once(kind: Hashable, plan: ExpertPlan, run: Callable[[], None]) -> None:
     device, experts, choices = plan.table.device, len(plan.widths), plan.row_TK.shape[1]
     if device.type != "cuda" or (device, kind) in _done or tuning.is_pretended():
         return
-    if os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
+    if not compiles_ahead():
         return
     _done.add((device, kind))
 
@@ -49,26 +49,16 @@ def run_once(kind: Hashable, plan: ExpertPlan, run: Callable[[], None]) -> None:
         for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's are either
             plan_of(-(-number // choices), choices, experts, device, dtype)
 
-    with compile_only(_threads()) as compiles:
+    with compile_only() as compiles:
         if compiles:
             run_all()
     run_all()
 
 
-def _threads() -> int:
-    """This process's share of the cores, 8 at most: one H200 was no faster with 12."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // _processes()))
-
-
-def _processes() -> int:
-    """Of this node."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-
-
 def run_all_loads(experts: int, run: Callable[[], None]) -> None:
     """Calls `run` with the tiles of every load of this many experts."""
     loads = tuning.all_loads()
-    first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // _processes()
+    first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // processes()
     first %= len(loads)
     for rows_per_expert in loads[first:] + loads[:first]:
         with tuning.pretend(rows_per_expert, experts):

@@ -122,7 +122,7 @@ def test_arguments_that_triton_compiles_for_are_kinds_of_their_own(direct):
 def test_launches_of_one_thread_only_compile_within_compile_only(direct):
     kernel, compiled = Kernel(), []
     kernel.run = lambda *args, grid, warmup, **constants: compiled.append((args, grid, warmup, constants))
-    with module.compile_only(2) as compiles:
+    with module.compile_only() as compiles:
         module.launch(kernel, (3,), 1.5, 7, A=1, B=2)
         other = threading.Thread(target=module.launch, args=(kernel, (4,), 2.5, 8), kwargs={"A": 1, "B": 2})
         other.start()
@@ -133,12 +133,33 @@ def test_launches_of_one_thread_only_compile_within_compile_only(direct):
     assert len(compiled) == 1 and len(kernel.fast) == 1
 
 
+def test_what_is_compiled_first_is_compiled_once_and_never_run(direct, monkeypatch):
+    kernel, compiled = Kernel(), []
+    kernel.run = lambda *args, grid, warmup, **constants: compiled.append(args)
+    monkeypatch.setattr(module, "_compiled_first", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def run(n):
+        module.launch(kernel, (3,), n, A=1, B=2)
+        module.compile_first("inner", lambda: run(0))  # its launches are among those of the outer one
+
+    for n in (1, 2):
+        module.compile_first("kernel", lambda n=n: run(n))
+    assert compiled == [(1,)] and not kernel.slow
+    monkeypatch.setenv("FOUNDRY_MOE_COMPILE_AHEAD", "0")
+    module.compile_first("another", lambda: run(3))
+    assert compiled == [(1,)]
+
+
 def test_other_versions_of_triton_compile_while_they_launch(monkeypatch):
     monkeypatch.setattr(module, "_DIRECT", False)
     kernel = Kernel()
-    with module.compile_only(2) as compiles:
+    with module.compile_only() as compiles:
         module.launch(kernel, (3,), 1.5, 7, A=1, B=2)
     assert not compiles and len(kernel.slow) == 1
+    monkeypatch.setattr(module, "_compiled_first", set())
+    module.compile_first("kernel", lambda: module.launch(kernel, (3,), 1.5, 7, A=1, B=2))
+    assert len(kernel.slow) == 1, "or it would run"
 
 
 def test_hooks_and_other_versions_take_tritons_way(direct, monkeypatch):

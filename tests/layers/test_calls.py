@@ -44,6 +44,7 @@ def layer(monkeypatch):
 
     none = types.SimpleNamespace(calls=[])
     hooks = types.SimpleNamespace(runtime=types.SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none))
+    monkeypatch.setenv("FOUNDRY_MOE_COMPILE_AHEAD", "0")
     monkeypatch.setattr(launch, "_DIRECT", True)
     monkeypatch.setattr(launch, "knobs", hooks, raising=False)
     monkeypatch.setattr(launch, "_known", Everything())

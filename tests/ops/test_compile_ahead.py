@@ -1,5 +1,8 @@
 """Every load has its tile compiled when experts first run, and no other is needed later."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from foundry_moe_kernels import products, tuning
@@ -141,6 +144,31 @@ def test_other_loads_compile_nothing(kernels, gated, monkeypatch):
         y.sum().backward()
 
     assert_compiles_nothing_new(step)
+
+
+@pytest.mark.gpu
+def test_a_gates_first_forward_pass_compiles_its_backward_pass(monkeypatch):
+    """And loads it: in a process of its own, where no gate has run."""
+    script = """
+import torch
+from triton import knobs
+from benchmarks.compilations import on_compilation
+from foundry_moe.config import MoEConfig
+from foundry_moe.layers.moe import MoELayer
+
+compiled = []
+on_compilation(compiled.append)
+config = MoEConfig(num_experts=8, top_k=2, expert_hidden_size=64, activation="swiglu", loss={"balance": 0.1, "z": 0.1})
+layer = MoELayer(128, config, device="cuda", dtype=torch.bfloat16)
+y = layer(torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+assert compiled, "a name that would be found in the backward pass"
+compiled.clear()
+knobs.runtime.kernel_load_start_hook.add(lambda *_: compiled.append("a load"))
+y.sum().backward()
+print(compiled)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def assert_compiles_nothing_new(step):
