@@ -32,8 +32,10 @@ log = logging.getLogger(__name__)
 
 _MARGIN = 1 / 8  # of room over the largest counts
 _EXTRA = 16  # rows and choices of room on top, since small counts vary more
-_WINDOW = 100  # passes whose largest counts are kept, and whose repetitions are counted
-_MOST_REPEATED = 10  # of a window; after more of them sizes are exact for one window, then for two, four, ...
+_WINDOW = 100  # passes whose largest counts are kept
+# passes with exact sizes after a repetition: twice as many after each, half as many after some passes that fit
+_PAUSE, _LONGEST_PAUSE = 1, 128
+_FITTING = 10
 
 
 @dataclass(kw_only=True)
@@ -77,9 +79,9 @@ class ExpectedCounts:
         self._called: set[Any] = set()  # in the pass that runs
         self._sent: list[tuple[Any, Callable[[], Tensor], Sizes]] = []
         self._runs = self._exact = False  # a pass runs; with exact sizes
-        self._passes = self._repeated_lately = 0  # of a window
         self._exact_passes = 0  # still to come
-        self._next_windows = 1  # that have exact sizes if too many passes are repeated
+        self._pause = _PAUSE  # the next one's
+        self._fitting = 0  # passes since the last repetition
 
     def sizes_for(self, dispatcher: Any, counts: Callable[[], Tensor]) -> Sizes | None:
         """The sizes to send with, whose counts are read at the end of the pass; None = exact ones."""
@@ -187,18 +189,13 @@ class ExpectedCounts:
         return fits if self.repeat_group is None else _all_of(fits, self.device, self.repeat_group)
 
     def _count_pass(self, *, repeated: bool) -> None:
-        """Notes a pass, and sets how many of the next have exact sizes where too many were repeated."""
-        self._passes += 1
-        self._repeated_lately += repeated
+        """Sets how many of the next passes have exact sizes. A repetition takes longer than waits for counts do."""
         self.repeated += repeated
-        if self._passes < _WINDOW:
-            return
-        if self._repeated_lately > _MOST_REPEATED:
-            self._exact_passes = _WINDOW * self._next_windows
-            self._next_windows *= 2
-        else:
-            self._next_windows = 1
-        self._passes = self._repeated_lately = 0
+        self._fitting = 0 if repeated else self._fitting + 1
+        if repeated:
+            self._exact_passes, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        elif self._fitting % _FITTING == 0:
+            self._pause = max(self._pause // 2, _PAUSE)
 
 
 def _choices(counts_PP2: Tensor) -> int:

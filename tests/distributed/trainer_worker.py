@@ -89,7 +89,7 @@ def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict
     from foundry_moe.parallel.expected_counts import ExpectedCounts
 
     expected_counts._EXTRA, expected_counts._WINDOW = 0, 1  # room is made after each pass
-    expected_counts._MOST_REPEATED = 1
+    expected_counts._PAUSE = 0
     make_room, passes = ExpectedCounts._make_room, Counter[int]()
     first = dist.get_rank() < 2
 

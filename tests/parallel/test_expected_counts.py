@@ -77,6 +77,7 @@ def test_a_pass_with_too_many_is_repeated_with_exact_sizes_and_there_is_more_roo
     assert model.step(916) == [916], "an eighth and 16 more"
     assert model.step(917) == [916, None]
     assert model.dispatcher.expected.repeated == 1
+    assert model.step(10) == [None], "the pass after a repetition has exact sizes"
     assert model.step(10) == [room_for(917)]
 
 
@@ -96,19 +97,25 @@ def test_room_is_that_of_the_largest_counts_of_two_windows(model: _Model, monkey
     assert model.step(700)[0] == room_for(700)
 
 
-def test_after_many_repetitions_sizes_are_exact_for_longer_and_longer(
+def test_after_repetitions_sizes_are_exact_for_longer_and_longer(
     model: _Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expected_counts, "_WINDOW", 4)
-    monkeypatch.setattr(expected_counts, "_MOST_REPEATED", 2)
+    monkeypatch.setattr(expected_counts, "_LONGEST_PAUSE", 4)
     counts = iter(2**power for power in range(8, 40))
-    seen = ["exact" if len(model.step(next(counts))) == 1 else "repeated" for _ in range(24)]
-    assert seen == ["exact", *["repeated"] * 3, *["exact"] * 4, *["repeated"] * 4, *["exact"] * 8, *["repeated"] * 4]
-    for _ in range(16):
+
+    def kinds(passes: int) -> list[str]:
+        seen = [model.step(next(counts)) for _ in range(passes)]
+        return ["repeated" if len(rooms) == 2 else "exact" if rooms == [None] else "expected" for rooms in seen]
+
+    seen = kinds(18)
+    assert [number for number, kind in enumerate(seen) if kind == "repeated"] == [1, 3, 6, 11, 16]
+    assert seen.count("exact") == len(seen) - 5
+    for _ in range(3):
         assert model.step(2**36) == [None]
-    assert model.step(2**36) == [room_for(2**36)], "exact passes have made room"
-    assert all(len(model.step(8)) == 1 for _ in range(3))
-    assert model.dispatcher.expected._next_windows == 1
+    for _ in range(2 * expected_counts._FITTING):
+        assert model.step(8) == [room_for(2**36)], "exact passes have made room"
+    assert model.step(2**37)[1:] == model.step(2**37) == [None], "one pass after so many that fit"
+    assert model.step(2**37) == [room_for(2**37)]
 
 
 def test_layers_behind_one_without_room_teach_nothing(model: _Model) -> None:
@@ -170,6 +177,7 @@ def test_a_short_pass_or_one_without_room_does_not_end_what_a_window_has_seen(
         model.step(count)
     assert model.step(1000) == [room_for(1000)]
     assert model.step(2000) == [room_for(1000), None]
+    assert model.step(10) == [None]
     assert [model.step(10)[0] for _ in range(6)] == [room_for(2000)] * 6, "to the end of the next window"
     assert model.step(10) == [room_for(10)], "the one without room has not begun another window"
 
