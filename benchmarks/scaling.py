@@ -6,16 +6,15 @@
 Each line is a launch of `train_step.py` with `yamls/bench/RUN.yaml`, `compile: blocks`, four sequences per GPU and
 microbatch, weights gathered and gradients reduced once per batch; with several microbatches also steps of one
 alone. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
-replicas. With repeats every mesh runs once before any runs again, and a line has medians. `--trace` adds a launch
-that traces its last step: how long kernels run, how long nothing but NCCL does, and how long nothing does. For
-`--balanced` see `train_step.py`.
+replicas. With repeats every mesh runs once before any runs again, and a line is the run with the median step.
+`--trace` adds a launch that traces its last step: how long kernels run, how long nothing but NCCL does, and how long
+nothing does. For `--balanced` see `train_step.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -101,22 +100,21 @@ def traced(mesh: Mesh, arguments: argparse.Namespace) -> list[str]:
     return [f"{busy:.1f}", f"{nccl:.1f}", f"{step_ms - busy:.1f}"]
 
 
-def speed_of(runs: list[Row], one_gpu: float | None) -> list[str]:
-    """Cells of speed, speed over one GPU's, MFU and the step's milliseconds, of the median run."""
-    middle = sorted(runs, key=lambda run: run["step_ms"])[len(runs) // 2]
-    speed = middle["tokens_per_s_per_gpu"]
-    ratio = f"{speed / one_gpu:.3f}" if one_gpu else ""
-    return [f"{speed:,}", ratio, f"{middle['mfu']:.1%}" if middle["mfu"] else "", str(middle["step_ms"])]
+def middle_of(runs: list[Row]) -> Row:
+    """The run with the median step."""
+    return sorted(runs, key=lambda run: run["step_ms"])[len(runs) // 2]
 
 
-def row_of(mesh: Mesh, runs: dict[Mesh, list[Row]]) -> list[str]:
+def row_of(mesh: Mesh, run: Row, one_gpu: Row | None) -> list[str]:
+    """Speed, speed over one GPU's, MFU and milliseconds of whole steps and of those of one microbatch, if there are."""
     cells = [f"({', '.join(map(str, mesh))})"]
-    for found in (runs, {key: [run.get("first_microbatch") for run in rows] for key, rows in runs.items()}):
-        if found[mesh][0] is not None:
-            alone = [run["tokens_per_s_per_gpu"] for run in found.get((1, 1, 1), ())]
-            cells += speed_of(found[mesh], statistics.median(alone) if alone else None)
-    last = runs[mesh][-1]
-    return [*cells, f"{last['slowest_over_median']:.2f}", str(last["reserved_gib"])]
+    for key in ("whole", "first_microbatch"):
+        step, alone = ({"whole": row, **row}.get(key) for row in (run, one_gpu or {}))
+        if step is not None:
+            speed, mfu = step["tokens_per_s_per_gpu"], step["mfu"]
+            ratio = f"{speed / alone['tokens_per_s_per_gpu']:.3f}" if alone else ""
+            cells += [f"{speed:,}", ratio, f"{mfu:.1%}" if mfu else "", str(step["step_ms"])]
+    return [*cells, f"{run['slowest_over_median']:.2f}", str(run["reserved_gib"])]
 
 
 def main() -> None:
@@ -143,7 +141,8 @@ def main() -> None:
     speed = ["tokens/s per GPU", "over one GPU", "MFU", "step, ms"]
     one = [f"one microbatch: {speed[0]}", *speed[1:]] if arguments.microbatches > 1 else []
     columns = ["mesh", *speed, *one, "slowest step", "reserved, GiB"]
-    rows = [row_of(mesh, runs) for mesh in meshes]
+    middle = {mesh: middle_of(found) for mesh, found in runs.items()}
+    rows = [row_of(mesh, middle[mesh], middle.get((1, 1, 1))) for mesh in meshes]
     if arguments.trace:
         columns += ["busy, ms", "NCCL alone, ms", "idle, ms"]
         rows = [row + traced(mesh, arguments) for row, mesh in zip(rows, meshes, strict=True)]

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.scaling import LAYERS, command_of, device_times, meshes_of
+from benchmarks.scaling import LAYERS, command_of, device_times, meshes_of, middle_of, row_of
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 
 pytestmark = pytest.mark.quick
@@ -26,6 +26,7 @@ def test_every_launch_is_a_run_that_can_start(run, mesh):
     arguments = argparse.Namespace(run=run, layers=None, microbatches=2, balanced=False, keys=KEYS)
     command = command_of(mesh, arguments)
     at = command.index("benchmarks/train_step.py")
+    assert command.pop() == "--first-microbatch"
     config = plain(load_run(command[at + 1], command[at + 2 :]))
     check_whole_run(config)
     gpus = mesh[0] * mesh[1] * mesh[2]
@@ -34,6 +35,22 @@ def test_every_launch_is_a_run_that_can_start(run, mesh):
     assert config["model"]["moe"]["mesh"] == {
         **dict(zip(("replicate", "shard", "expert"), mesh, strict=True)), "compile": "blocks", "buffer": 1.5,
     }  # fmt: skip
+
+
+def test_a_line_is_the_median_run_over_that_of_one_gpu():
+    def run(step_ms: float, first: float | None) -> dict[str, object]:
+        def speed(ms: float) -> dict[str, object]:
+            return {"step_ms": ms, "tokens_per_s_per_gpu": round(1e6 / ms), "mfu": 0.4}
+
+        later = {} if first is None else {"first_microbatch": speed(first)}
+        return {**speed(step_ms), **later, "slowest_over_median": 1 + step_ms / 1000, "reserved_gib": 5.5}
+
+    middle = middle_of([run(400, 100), run(500, 125), run(1000, 250)])
+    one_gpu = middle_of([run(400, 100), run(400, 100)])
+    assert row_of((1, 1, 1), one_gpu, one_gpu)[2::4] == ["1.000", "1.000", "5.5"]
+    cells = ["(1, 1, 2)", "2,000", "0.800", "40.0%", "500", "8,000", "0.800", "40.0%", "125", "1.50", "5.5"]
+    assert row_of((1, 1, 2), middle, one_gpu) == cells
+    assert row_of((1, 1, 2), run(500, None), None) == ["(1, 1, 2)", "2,000", "", "40.0%", "500", "1.50", "5.5"]
 
 
 def test_a_trace_is_divided_into_kernels_nccl_alone_and_nothing():

@@ -72,12 +72,13 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
             "import FSDP2Config; Composer ignores a key `fsdp2`)"
         )
     _leave_unwrapped(state.model)
+    policy = create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision)
     placement = parallelize(
         state.model,
         mesh_config,
         optimizers=state.optimizers,
         reshard_after_forward=state.fsdp_config.reshard_after_forward,
-        mp_policy=create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision),
+        mp_policy=policy,
         device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
         blocks=_wrapped_blocks(state.model),
@@ -86,8 +87,13 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     if placement.plan.expert > 1 and mesh_config.sizes == "expected":
         repeat_group = None if placement.plan.expert == dist.get_world_size() else torch.distributed.group.WORLD
         expect_counts(state.model, moe_layers(state.model), state.device._device, repeat_group)  # type: ignore[arg-type]
-    keeps = state.fsdp_config.reshard_after_forward is False
-    _replace_clipping(state, replicated=placement.plan.replicate > 1, keeps_weights=keeps)
+    reduced_in = policy.reduce_dtype or policy.param_dtype or torch.float32
+    _replace_clipping(
+        state,
+        replicated=placement.plan.replicate > 1,
+        keeps_weights=state.fsdp_config.reshard_after_forward is False,
+        adds=reduced_in in (torch.float32, torch.float64),
+    )
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         _say_plan(placement.plan, mesh_config)
@@ -127,8 +133,8 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = False) -> None:
-    """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
+def _replace_clipping(state: State, **settings: bool) -> None:
+    """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings and these."""
     kind, threshold = None, 0.0
     for clipping in _clippings(state):
         kind, threshold = clipping.clipping_type, clipping.clipping_threshold
@@ -137,10 +143,7 @@ def _replace_clipping(state: State, *, replicated: bool, keeps_weights: bool = F
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
         state.algorithms.remove(clipping)
-    gradients = MeshGradients(
-        replicated=replicated, keeps_weights=keeps_weights, clipping_type=kind, clipping_threshold=threshold
-    )
-    state.algorithms.append(gradients)
+    state.algorithms.append(MeshGradients(**settings, clipping_type=kind, clipping_threshold=threshold))
 
 
 def _is_whole(weight: Any) -> bool:
@@ -152,14 +155,20 @@ def _is_whole(weight: Any) -> bool:
     return max((size for name, size in named if name.startswith("shard")), default=2) == 1
 
 
-def _adds_gradients(module: nn.Module, *, sharded: bool) -> bool:
-    """Whether FSDP2 can add up the gradients of a module that it wraps, and reduce their sum alone.
+def _can_add(module: nn.Module, *, sharded: bool) -> bool:
+    """Whether the gradients of a module that FSDP2 wraps may be added up, and their sum alone be reduced.
 
-    All trained weights must have gradients, and be whole unless `sharded`. FSDP2 then adds a microbatch's gradients in
-    10 bytes of memory traffic per weight, where it takes 26 to reduce them over a shard group of one rank.
+    Its trained weights must be whole, unless `sharded`. FSDP2 then adds a microbatch's gradients in 10 bytes of memory
+    traffic per weight, where it takes 26 to reduce them over a shard group of one rank.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return bool(trained) and all(p.grad is not None and (sharded or _is_whole(p)) for p in trained)
+    return bool(trained) and (sharded or all(map(_is_whole, trained)))
+
+
+def _was_gathered(module: Any) -> bool:
+    """Whether FSDP2 has gathered a module's weights in this process, without which it fails to add their gradients."""
+    group = module._get_fsdp_state()._fsdp_param_group  # private (torch 2.7 to 2.11)
+    return group is not None and all(hasattr(weight, "_unsharded_param") for weight in group.fsdp_params)
 
 
 def count_samples(batch: Any) -> int | None:
@@ -181,8 +190,9 @@ class MeshGradients(Algorithm):
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
-        keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass; from
-            the second batch on it also reduces gradients over shards once per batch, the sum of the microbatches'.
+        keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass,
+            where it also reduces the sum of the microbatches' gradients over shards.
+        adds: gradients are reduced in fp32 or fp64; else each microbatch's are, since FSDP2 would add them up in less.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -192,16 +202,19 @@ class MeshGradients(Algorithm):
         *,
         replicated: bool,
         keeps_weights: bool = False,
+        adds: bool = True,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
         self.replicated = replicated
         self.keeps_weights = keeps_weights
+        self.adds = adds
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
-        # modules whose gradients are added up. Noted after the first batch: FSDP2 replaces parameters while it has
-        # gathered them, and has to have gathered those of a module before it can add their gradients
+        # modules whose gradients are added up. Chosen before the first batch, while their parameters are sharded, and
+        # after its first forward pass, which gathers them
         self._adding: set[nn.Module] | None = None
+        self._may_add: set[nn.Module] = set()
         self._wrapped: list[Any] = []  # modules that FSDP2 wraps
         self._expected: int | None = None
         self._seen = 0
@@ -210,7 +223,7 @@ class MeshGradients(Algorithm):
         if event in (Event.BEFORE_LOAD, Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
         counts = self.replicated or self.keeps_weights
-        return counts and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
+        return counts and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_BACKWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
@@ -223,11 +236,17 @@ class MeshGradients(Algorithm):
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._wrapped = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
             self._expected, self._seen = self._microbatches(state), 0
-        elif event == Event.BEFORE_FORWARD:
+            if self._adding is None:
+                for module in self._wrapped:
+                    module.reshard()  # an evaluation has gathered it
+                self._may_add = {m for m in self._wrapped if self.adds and _can_add(m, sharded=self.keeps_weights)}
+        elif event == Event.BEFORE_BACKWARD:
             self._seen += 1
             last = self._expected is None or self._seen >= self._expected
+            if self._adding is None:
+                self._adding = set(filter(_was_gathered, self._may_add))
             for module in self._wrapped:
-                if module in (self._adding or ()):
+                if module in self._adding:
                     module.set_requires_gradient_sync(last, recurse=False)
                 elif self.replicated:
                     module.set_requires_all_reduce(last, recurse=False)
@@ -244,20 +263,17 @@ class MeshGradients(Algorithm):
         return max(1, math.ceil(samples / size))
 
     def _end_batch(self) -> None:
-        """Compares the number of microbatches with the expected one; after the first batch notes which modules add."""
-        alike = self._expected is None or self._seen == self._expected
-        if self.keeps_weights and self._expected is not None and self._seen < self._expected:
-            for module in self._wrapped:
-                module.reshard()
-        if not alike and (self.replicated or self._adding):
+        """Compares the number of microbatches with the expected one."""
+        if self._expected is None or self._seen >= self._expected:
+            return
+        if self._adding or self.replicated:
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
                 "summed over all ranks: use mesh: {replicate: 1} and fsdp_config: {reshard_after_forward: true} with "
                 "this data loader"
             )
-        if self._adding is None:
-            adds = [m for m in self._wrapped if alike and _adds_gradients(m, sharded=self.keeps_weights)]
-            self._adding = set(adds)
+        for module in self._wrapped:
+            module.reshard()
 
     def _clip(self, state: State, logger: Logger) -> None:
         if self.clipping_type == "norm":

@@ -5,7 +5,7 @@ dtype, activation) their operators run on some fifty tokens once for each class 
 before that their kernels are compiled by threads, as `compile_first` has those of a gate and of a plan compiled. Triton
 keeps what it has compiled on disk; each process of a node begins with another class, so that they share the work.
 
-FOUNDRY_MOE_COMPILE_AHEAD=0 turns this off: then the kernel of a load is compiled when the load first occurs.
+FOUNDRY_MOE_COMPILE_AHEAD=0 turns all of this off: then a kernel is compiled when it is first launched.
 
 Shapes: T tokens, K choices.
 """

@@ -27,6 +27,10 @@ class _Recorder(torch.nn.Module):
         self.seen: list[bool] = []
         self.freed: list[bool] = []
         self.reduced: list[bool] = []
+        self.resharded = 0
+
+    def reshard(self) -> None:
+        self.resharded += 1
 
     def set_requires_gradient_sync(self, flag: bool, *, recurse: bool) -> None:
         self.reduced.append(flag)
@@ -47,7 +51,7 @@ def _run(
     algorithm = MeshGradients(**{"replicated": True, **settings})  # type: ignore[arg-type]
     algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
     for _ in range(microbatches):
-        algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
+        algorithm.apply(Event.BEFORE_BACKWARD, state, None)  # type: ignore[arg-type]
     algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
     return model.seen, model.freed
 
@@ -69,54 +73,59 @@ def test_weights_that_are_kept_are_freed_by_the_last_microbatch(monkeypatch: pyt
 def test_gradients_that_add_up_are_reduced_in_the_last_microbatch_alone(
     monkeypatch: pytest.MonkeyPatch, replicated: bool
 ) -> None:
-    """From the second batch on, though FSDP2 installs parameters of another kind once it has gathered the weights."""
+    """From the first microbatch on, whose forward pass has gathered the weights."""
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
+    monkeypatch.setattr(mesh_callback, "_can_add", lambda module, sharded: sharded and module.resharded == 1)
+    monkeypatch.setattr(mesh_callback, "_was_gathered", lambda module: True)
     model, algorithm = _Recorder(), MeshGradients(replicated=replicated, keeps_weights=True)
-    adds = [True]
-    monkeypatch.setattr(mesh_callback, "_adds_gradients", lambda module, sharded: sharded and adds.pop())
     state: Any = SimpleNamespace(batch=torch.zeros(6, 3), device_train_microbatch_size=2, model=model)
-    for event in (Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_FORWARD] * 3, Event.AFTER_TRAIN_BATCH) * 2:
+    last = [False, False, True] * 2
+    for event in (Event.BEFORE_TRAIN_BATCH, *[Event.BEFORE_BACKWARD] * 3, Event.AFTER_TRAIN_BATCH) * 2:
         algorithm.apply(event, state, None)  # type: ignore[arg-type]
-    assert (model.seen, model.reduced) == ([False, False, True] * replicated, [False, False, True])
+    assert (model.seen, model.reduced, model.freed) == ([], last, last)
     algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
-    algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
-    model.reshard = lambda: None  # type: ignore[assignment]
+    algorithm.apply(Event.BEFORE_BACKWARD, state, None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"had 1 microbatches, not 3 as expected.*reshard_after_forward: true"):
         algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("sharded", "trained", "adds"), [(True, True, True), (False, True, False), (True, False, False)]
-)
-def test_gradients_add_up_where_every_trained_weight_has_one(sharded: bool, trained: bool, adds: bool) -> None:
+@pytest.mark.parametrize(("adds", "gathered"), [(False, True), (True, False)])
+def test_gradients_do_not_add_up_in_less_than_fp32_or_where_no_forward_pass_has_gathered_weights(
+    monkeypatch: pytest.MonkeyPatch, adds: bool, gathered: bool
+) -> None:
+    monkeypatch.setattr(mesh_callback, "_can_add", lambda module, sharded: True)
+    monkeypatch.setattr(mesh_callback, "_was_gathered", lambda module: gathered)
+    last = [False, False, True]
+    assert _run(monkeypatch, torch.zeros(7, 3), 3, 3, keeps_weights=True, adds=adds) == (last, last)
+
+
+def test_a_module_can_add_gradients_of_trained_weights_that_are_whole_or_kept() -> None:
     module = torch.nn.Linear(2, 2)
-    module.weight.grad = torch.zeros(2, 2)
-    module.bias.grad = torch.zeros(2) if trained else None
-    assert mesh_callback._adds_gradients(module, sharded=sharded) == adds
+    assert mesh_callback._can_add(module, sharded=True) and not mesh_callback._can_add(module, sharded=False)
     module.requires_grad_(False)
-    assert not mesh_callback._adds_gradients(module, sharded=sharded)
+    assert not mesh_callback._can_add(module, sharded=True)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_without_replicas_another_number_of_microbatches_in_the_first_batch_only_frees_weights(
+def test_without_gradients_that_add_up_another_number_of_microbatches_only_frees_weights(
     monkeypatch: pytest.MonkeyPatch, microbatches: int
 ) -> None:
-    """No gradients add up then."""
     freed: list[bool] = []
-    monkeypatch.setattr(_Recorder, "reshard", lambda self: freed.append(True), raising=False)
+    monkeypatch.setattr(_Recorder, "reshard", lambda self: freed.append(True))
     batch = {"input_ids": torch.zeros(7, 3)}
     _run(monkeypatch, batch, 3, microbatches, replicated=False, keeps_weights=True)
-    assert freed == [True] * (microbatches < 3)
+    assert len(freed) == 1 + (microbatches < 3), "and once before the first batch"
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run(monkeypatch, object(), 3, 3, keeps_weights=True) == ([True] * 3, [True] * 3)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_another_number_of_microbatches_is_an_error(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
-    with pytest.raises(RuntimeError, match=f"had {microbatches} microbatches, not 3 as expected"):
-        _run(monkeypatch, {"input_ids": torch.zeros(7, 3)}, 3, microbatches)
+def test_fewer_microbatches_are_an_error_and_more_are_reduced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.zeros(7, 3)}
+    with pytest.raises(RuntimeError, match="had 2 microbatches, not 3 as expected"):
+        _run(monkeypatch, batch, 3, 2)
+    assert _run(monkeypatch, batch, 3, 4) == ([False, False, True, True], [])
 
 
 def test_samples_are_counted_in_tensors_mappings_and_sequences() -> None:

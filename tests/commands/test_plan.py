@@ -226,8 +226,8 @@ def test_kept_gradients_are_held_whole_until_the_last_microbatch() -> None:
     assert (part - once, whole - kept) == (pytest.approx(4 / 2), pytest.approx(4))
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 2)])
-def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("mesh", "laid_out"), [((2, 1, 2), 8 + 8), ((1, 1, 2), 0)])
+def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int, int, int], laid_out: int) -> None:
     widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
     gpus = math.prod(mesh)
     times = []
@@ -237,7 +237,9 @@ def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int
         times.append(plan.time["FSDP's copies"] * plan.machine.constants.memory_bytes_per_s)
     dense, experts = plan.shape.num_params - plan.shape.experts, plan.shape.experts / 2
     gathered = 2 * ((6 / 2 + 4) * dense + (6 + 4) * experts)
-    assert times[1] - times[0] == pytest.approx((6 + 4 + 6) * dense + 10 * experts + gathered)
+    later = (6 + 4 + 6) * dense + 10 * experts + gathered
+    assert times[1] - times[0] == pytest.approx(later)
+    assert times[0] - later == pytest.approx((6 + 4) * dense + (6 + laid_out) * experts + gathered)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,8 @@ def test_two_processes_equal_one() -> None:
     assert "GradientClipping" in expected["algorithms"]
     # six units of FSDP2, three batches of four microbatches: twice in each, or once in a batch
     assert [results[run]["gathers"] for run in (2, kept)] == [144, 18]
-    # of five units in each microbatch; where weights are kept, or there are replicas of whole ones, once per batch from
-    # the second on, of the embedding twice
-    assert [results[run]["reductions"] for run in range(2, kept + 1)] == [60, *[32] * (kept - 2)]
+    # of five units in each microbatch; once per batch, of the embedding twice, where weights are kept or replicas whole
+    assert [results[run]["reductions"] for run in range(2, kept + 1)] == [60, *[18] * (kept - 2)]
     sizes = [run["sizes"] for run in results]
     assert sizes[:-3] + sizes[-1:] == [None] * (len(runs) - 2)
     assert sizes[-3:-1] == [(11 * 2, 0)] * 2, "twelve passes of two layers, and the first is exact"
@@ -57,6 +56,19 @@ def test_two_processes_equal_one() -> None:
     assert largest_difference(fused, expected) < TOLERANCE
     assert largest_difference(results[-1], alone(2, **value)) < TOLERANCE
     assert largest_difference(results[-1], expected) > 100 * TOLERANCE, "clipping by value is another training"
+
+
+def test_gradients_in_bf16_are_added_up_in_fp32_or_reduced_one_by_one() -> None:
+    """Where weights are kept. Nothing else changes: sums in fp32 differ by their order."""
+    runs = [
+        mesh(1, 2, 1, **{"fsdp_config.mixed_precision": mixed, "fsdp_config.reshard_after_forward": resharded})
+        for mixed in ({"param_dtype": "bf16", "reduce_dtype": dtype} for dtype in ("fp32", "bf16"))
+        for resharded in (True, False)
+    ]
+    results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=2, preload=PRELOAD)
+    assert [run["reductions"] for run in results] == [60, 18, 60, 60]
+    assert largest_difference(results[1], results[0]) < TOLERANCE
+    assert largest_difference(results[3], results[2]) == 0
 
 
 def test_four_processes_equal_one() -> None:

@@ -147,7 +147,7 @@ def test_other_loads_compile_nothing(kernels, gated, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gates_first_forward_pass_compiles_its_backward_pass(monkeypatch):
+def test_a_gates_first_forward_pass_compiles_its_backward_pass():
     """And loads it: in a process of its own, where no gate has run."""
     script = """
 import torch

@@ -348,17 +348,18 @@ def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     whole = shape.dense + shape.moe_layers * (shape.experts_per_layer + shape.adapters_per_layer) / mesh.expert
     gathered = step.gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
     return gathered + sum(
-        weights * _gradient_bytes(step, ranks)
+        weights * _gradient_bytes(step, ranks, mesh.replicate)
         for weights, ranks in zip(_gradients(shape, mesh), (mesh.dense_shard, mesh.shard), strict=True)
     )
 
 
-def _gradient_bytes(step: Step, ranks: int) -> float:
-    """Of one weight's gradient, beside the messages of its reduction over a shard group of `ranks`."""
+def _gradient_bytes(step: Step, ranks: int, replicate: int) -> float:
+    """Of one weight's gradient, beside the messages of its reduction over a shard group of `ranks`, and replicas."""
     later = step.microbatches - 1
     if later and (not step.resharded or ranks == 1):
-        # added as they come; their sum is laid out and reduced
-        return GRADIENT_BYTES + later * ADDED_BF16_BYTES + REDUCED_BYTES * (1 + 1 / ranks)
+        # added as they come; their sum is laid out and reduced, if other ranks have the weight
+        laid_out = REDUCED_BYTES * (1 + 1 / ranks) if ranks * replicate > 1 else 0.0
+        return GRADIENT_BYTES + later * ADDED_BF16_BYTES + laid_out
     return step.microbatches * (GRADIENT_BYTES + REDUCED_BYTES / ranks) + later * ADDED_BYTES / ranks
 
 
