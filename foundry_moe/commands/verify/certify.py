@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ from foundry_moe.launch.run_config import check_whole_run, load_run, own_mistake
 from foundry_moe.parallel.mesh import Mesh, can_replicate
 from foundry_moe.schema import UserError, raise_mistakes, section
 
+# Launches, if there are cores for them: on a GPU most of the time imports modules and compiles kernels.
+_SIDE_BY_SIDE = 5
 Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
 
 
@@ -92,7 +95,7 @@ def certify(
 ) -> list[Certificate]:
     """Trains shrunk copies of runs on meshes and on one process, and compares the two.
 
-    Every number of processes is launched once.
+    Trials of equally many processes share a launch, or a few that run side by side where there are cores for them.
 
     Args:
         runs: resolved and plain, as of `plain`, by name.
@@ -111,12 +114,14 @@ def certify(
             for index, (mesh, (name, run)) in enumerate(chosen)
         ]
         trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(small)]
-        named = {trial.name: trial for roles in trials for trial in roles.values()}
+        launch = partial(_launch, train, device=device, timeout_s=timeout_s)
+        most = max(trial.processes for roles in trials for trial in roles.values())
+        side_by_side = max(1, min(_SIDE_BY_SIDE, (os.cpu_count() or 1) // (2 * most)))
         seen: dict[str, dict[str, Any]] = {}
-        # one process resumes what several have saved
-        for processes in sorted({trial.processes for trial in named.values()}, reverse=True):
-            together = [trial for trial in named.values() if trial.processes == processes]
-            seen |= _launch(train, together, processes, device, timeout_s)
+        for parts in _launches(trials, most, side_by_side):
+            with ThreadPoolExecutor(len(parts)) as pool:
+                for found in pool.map(launch, parts) if side_by_side > 1 else map(launch, parts):
+                    seen |= found
     return [
         _certificate(run, device, {role: seen[trial.name] for role, trial in roles.items()})
         for run, roles in zip(small, trials, strict=True)
@@ -139,9 +144,29 @@ def _small_run(
     return replace(small, name=name, source=source, notes=(*changes(run, small.run), *notes))
 
 
-def _launch(
-    train: Train, trials: Sequence[Trial], processes: int, device: str, timeout_s: float
-) -> dict[str, dict[str, Any]]:
+def _launches(trials: Sequence[Mapping[str, Trial]], most: int, side_by_side: int) -> list[list[list[Trial]]]:
+    """The trials, each once: launches, of which those in one list may run at the same time.
+
+    Those of a certificate are in order. One that resumes what other numbers of processes have saved is in a later list.
+
+    Args:
+        most: processes of a trial, whose launch is divided into `side_by_side`.
+    """
+    known: set[str] = set()
+    lists: list[dict[tuple[int, int], list[Trial]]] = [{}, {}]
+    for index, roles in enumerate(trials):
+        for role, trial in roles.items():
+            if trial.name in known:
+                continue
+            known.add(trial.name)
+            later = role == "resumed" and trial.processes != roles["mesh"].processes
+            part = index % side_by_side if trial.processes == most else 0
+            lists[later].setdefault((-trial.processes, part), []).append(trial)
+    return [[parts[key] for key in sorted(parts)] for parts in lists if parts]
+
+
+def _launch(train: Train, trials: Sequence[Trial], *, device: str, timeout_s: float) -> dict[str, dict[str, Any]]:
+    processes = trials[0].processes
     os.environ.setdefault("FOUNDRY_MOE_COMPILE_AHEAD", "0")  # loads that four steps do not bring
     try:
         return run_processes(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from foundry_moe.commands.verify.shrink import BATCHES, SAVE_AFTER, VOCABULARY, SmallRun, set_mesh
 from foundry_moe.parallel.mesh import Mesh
@@ -99,11 +100,16 @@ def trial_of(
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
     """Several trainings, one after another, in one launch; returns what each left, by name.
 
-    Rank 0 counts them on a terminal.
+    Rank 0 writes a line to stderr after each.
     """
-    hidden = None if os.environ["RANK"] == "0" else True  # None: unless stderr is a terminal
-    processes = f"runs of {trials[0].processes} processes"
-    return {trial.name: train_trial(trial) for trial in tqdm(trials, processes, leave=False, disable=hidden)}
+    seen = {}
+    for trial in trials:
+        began = time.monotonic()
+        seen[trial.name] = train_trial(trial)
+        if os.environ["RANK"] == "0":
+            line = f"trained on {trial.processes}: {trial.name}, {time.monotonic() - began:.1f} s\n"
+            sys.stderr.write(line)  # in one piece, since launches run side by side
+    return seen
 
 
 def train_trial(trial: Trial) -> dict[str, Any]:
