@@ -8,7 +8,8 @@ microbatch, weights gathered and gradients reduced once per batch; with several 
 alone. A mesh is (replicate, shard, expert); without `--mesh` a number of GPUs has experts divided, ZeRO-3 and two
 replicas. With repeats every mesh runs once before any runs again, and a line is the run with the median step.
 `--trace` adds a launch that traces its last step: how long kernels run, how long nothing but NCCL does, and how long
-nothing does. For `--balanced` see `train_step.py`.
+nothing does. With `--balanced` (see `train_step.py`) choices are even where experts are divided, and one GPU runs with
+and without it: other meshes send no tokens, and even choices break the graph of a block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from several_gpus import launched
+from several_gpus import launched as launcher
 from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,7 @@ LAYERS = {"olmoe_1b_7b": 7, "qwen3_30b_a3b": 9}  # that fit one GPU of 141 GB
 STEPS = 14
 LIMIT_S = 300
 Mesh = tuple[int, int, int]
+Launch = tuple[Mesh, bool]  # a mesh, and whether its choices of experts are even
 Row = dict[str, Any]
 
 
@@ -42,7 +44,16 @@ def meshes_of(gpus: int) -> list[Mesh]:
     return list(dict.fromkeys([(1, 1, gpus), (1, gpus, 1), (2, 1, gpus // 2)]))
 
 
-def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = None) -> list[str]:
+def launches_of(meshes: Iterable[Mesh], balanced: bool) -> list[Launch]:
+    """Each mesh; one GPU twice if choices are even on others."""
+    found = [(mesh, balanced and mesh[2] > 1) for mesh in meshes]
+    if ((1, 1, 1), False) in found and any(even for _, even in found):
+        found.insert(1, ((1, 1, 1), True))
+    return found
+
+
+def command_of(launched: Launch, arguments: argparse.Namespace, trace: Path | None = None) -> list[str]:
+    mesh, balanced = launched
     replicate, shard, expert = mesh
     gpus = replicate * shard * expert
     layers = arguments.layers or LAYERS[arguments.run]
@@ -54,10 +65,10 @@ def command_of(mesh: Mesh, arguments: argparse.Namespace, trace: Path | None = N
         f"model.moe.mesh={{replicate: {replicate}, shard: {shard}, expert: {expert}, compile: blocks}}",
         "fsdp_config.reshard_after_forward=false",
         *arguments.keys,
-        *(["--balanced"] if arguments.balanced else []),
+        *(["--balanced"] if balanced else []),
         *(["--trace", str(trace)] if trace else ["--first-microbatch"] if arguments.microbatches > 1 else []),
     ]
-    return [*launched(gpus, "benchmarks/train_step.py"), f"yamls/bench/{arguments.run}.yaml", *keys]
+    return [*launcher(gpus, "benchmarks/train_step.py"), f"yamls/bench/{arguments.run}.yaml", *keys]
 
 
 def launch(command: list[str]) -> Row:
@@ -91,11 +102,11 @@ def device_times(trace: Mapping[str, Any]) -> tuple[float, float]:
     return busy / 1e3, (busy - union_us(others)) / 1e3
 
 
-def traced(mesh: Mesh, arguments: argparse.Namespace) -> list[str]:
+def traced(launched: Launch, arguments: argparse.Namespace) -> list[str]:
     """Cells of busy, NCCL alone and idle milliseconds of the traced step, on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
-        step_ms = launch(command_of(mesh, arguments, file))["spread_ms"][-1]
+        step_ms = launch(command_of(launched, arguments, file))["spread_ms"][-1]
         busy, nccl = device_times(json.loads(file.read_text()))
     return [f"{busy:.1f}", f"{nccl:.1f}", f"{step_ms - busy:.1f}"]
 
@@ -105,9 +116,10 @@ def middle_of(runs: list[Row]) -> Row:
     return sorted(runs, key=lambda run: run["step_ms"])[len(runs) // 2]
 
 
-def row_of(mesh: Mesh, run: Row, one_gpu: Row | None) -> list[str]:
+def row_of(launched: Launch, run: Row, one_gpu: Row | None) -> list[str]:
     """Speed, speed over one GPU's, MFU and milliseconds of whole steps and of those of one microbatch, if there are."""
-    cells = [f"({', '.join(map(str, mesh))})"]
+    mesh, balanced = launched
+    cells = [f"({', '.join(map(str, mesh))}){', even' if balanced else ''}"]
     for key in ("whole", "first_microbatch"):
         step, alone = ({"whole": row, **row}.get(key) for row in (run, one_gpu or {}))
         if step is not None:
@@ -133,20 +145,21 @@ def main() -> None:
     meshes: list[Mesh] = [mesh for gpus in arguments.gpus for mesh in meshes_of(gpus)]
     if arguments.mesh:
         meshes = [tuple(int(size) for size in mesh.split(",")) for mesh in arguments.mesh]  # type: ignore[misc]
-    runs: dict[Mesh, list[Row]] = {mesh: [] for mesh in meshes}
+    launches = launches_of(meshes, arguments.balanced)
+    runs: dict[Launch, list[Row]] = {launched: [] for launched in launches}
     for _ in range(arguments.repeats):
-        for mesh in meshes:
-            runs[mesh].append(launch(command_of(mesh, arguments)))
-            print(json.dumps({"mesh": mesh, **runs[mesh][-1]}), file=sys.stderr, flush=True)
+        for launched in launches:
+            runs[launched].append(launch(command_of(launched, arguments)))
+            print(json.dumps({"mesh": launched[0], **runs[launched][-1]}), file=sys.stderr, flush=True)
     speed = ["tokens/s per GPU", "over one GPU", "MFU", "step, ms"]
     one = [f"one microbatch: {speed[0]}", *speed[1:]] if arguments.microbatches > 1 else []
     columns = ["mesh", *speed, *one, "slowest step", "reserved, GiB"]
-    middle = {mesh: middle_of(found) for mesh, found in runs.items()}
-    rows = [row_of(mesh, middle[mesh], middle.get((1, 1, 1))) for mesh in meshes]
+    middle = {launched: middle_of(found) for launched, found in runs.items()}
+    rows = [row_of(each, middle[each], middle.get(((1, 1, 1), each[1]))) for each in launches]
     if arguments.trace:
         columns += ["busy, ms", "NCCL alone, ms", "idle, ms"]
-        rows = [row + traced(mesh, arguments) for row, mesh in zip(rows, meshes, strict=True)]
-    print(f"{runs[meshes[0]][0]['device']}, {arguments.run}, {arguments.microbatches} microbatches per step")
+        rows = [row + traced(each, arguments) for row, each in zip(rows, launches, strict=True)]
+    print(f"{runs[launches[0]][0]['device']}, {arguments.run}, {arguments.microbatches} microbatches per step")
     print_table(columns, rows)
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.scaling import LAYERS, command_of, device_times, meshes_of, middle_of, row_of
+from benchmarks.scaling import LAYERS, command_of, device_times, launches_of, meshes_of, middle_of, row_of
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 
 pytestmark = pytest.mark.quick
@@ -17,14 +17,21 @@ def test_meshes_use_every_gpu():
     assert meshes_of(8) == [(1, 1, 8), (1, 8, 1), (2, 1, 4)]
 
 
+def test_choices_are_even_where_experts_are_divided():
+    one, experts, shards = (1, 1, 1), (1, 1, 2), (1, 2, 1)
+    assert launches_of([one, experts, shards], False) == [(one, False), (experts, False), (shards, False)]
+    assert launches_of([one, experts, shards], True) == [(one, False), (one, True), (experts, True), (shards, False)]
+    assert launches_of([one, shards], True) == [(one, False), (shards, False)]
+
+
 KEYS = ["model.moe.mesh.buffer=1.5"]
 
 
 @pytest.mark.parametrize("run", LAYERS)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
 def test_every_launch_is_a_run_that_can_start(run, mesh):
-    arguments = argparse.Namespace(run=run, layers=None, microbatches=2, balanced=False, keys=KEYS)
-    command = command_of(mesh, arguments)
+    arguments = argparse.Namespace(run=run, layers=None, microbatches=2, keys=KEYS)
+    command = command_of((mesh, False), arguments)
     at = command.index("benchmarks/train_step.py")
     assert command.pop() == "--first-microbatch"
     config = plain(load_run(command[at + 1], command[at + 2 :]))
@@ -47,10 +54,10 @@ def test_a_line_is_the_median_run_over_that_of_one_gpu():
 
     middle = middle_of([run(400, 100), run(500, 125), run(1000, 250)])
     one_gpu = middle_of([run(400, 100), run(400, 100)])
-    assert row_of((1, 1, 1), one_gpu, one_gpu)[2::4] == ["1.000", "1.000", "5.5"]
-    cells = ["(1, 1, 2)", "2,000", "0.800", "40.0%", "500", "8,000", "0.800", "40.0%", "125", "1.50", "5.5"]
-    assert row_of((1, 1, 2), middle, one_gpu) == cells
-    assert row_of((1, 1, 2), run(500, None), None) == ["(1, 1, 2)", "2,000", "", "40.0%", "500", "1.50", "5.5"]
+    assert row_of(((1, 1, 1), False), one_gpu, one_gpu)[2::4] == ["1.000", "1.000", "5.5"]
+    cells = ["(1, 1, 2), even", "2,000", "0.800", "40.0%", "500", "8,000", "0.800", "40.0%", "125", "1.50", "5.5"]
+    assert row_of(((1, 1, 2), True), middle, one_gpu) == cells
+    assert row_of(((1, 1, 2), False), run(500, None), None) == ["(1, 1, 2)", "2,000", "", "40.0%", "500", "1.50", "5.5"]
 
 
 def test_a_trace_is_divided_into_kernels_nccl_alone_and_nothing():
