@@ -23,11 +23,18 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
 from foundry_moe.parallel.expected_counts import expect_counts
+from foundry_moe.parallel.gradient_messages import GradientMessages, send_own_dtype
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
-from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
+from foundry_moe.parallel.one_pass_cast import cast_in_one_pass, slice_mesh_once
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
+from foundry_moe.parallel.transformer_blocks import (
+    SINK_WAITS,
+    block_lists,
+    compile_blocks,
+    prefetch_in_order,
+    wrapped_modules,
+)
 from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
 
 log = logging.getLogger(__name__)
@@ -87,14 +94,18 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     if placement.plan.expert > 1 and mesh_config.sizes == "expected":
         repeat_group = None if placement.plan.expert == dist.get_world_size() else torch.distributed.group.WORLD
         expect_counts(state.model, moe_layers(state.model), state.device._device, repeat_group)  # type: ignore[arg-type]
-    reduced_in = policy.reduce_dtype or policy.param_dtype or torch.float32
+    computed_in = policy.param_dtype or torch.float32
+    reduced_in = policy.reduce_dtype or computed_in
     _replace_clipping(
         state,
         replicated=placement.plan.replicate > 1,
         keeps_weights=state.fsdp_config.reshard_after_forward is False,
         adds=reduced_in in (torch.float32, torch.float64),
+        sent_in=computed_in if computed_in.itemsize < reduced_in.itemsize else None,
+        divides_experts=placement.plan.expert > 1,
     )
-    _compile(state, mesh_config)
+    # with experts divided, a block's graph ends before its experts: nothing is left to compute while it waits
+    _compile(state, mesh_config, **SINK_WAITS if placement.plan.expert == 1 else {})
     if dist.get_global_rank() == 0:
         _say_plan(placement.plan, mesh_config)
 
@@ -122,10 +133,10 @@ def _leave_unwrapped(model: nn.Module) -> None:
             module._fsdp_wrap = False  # type: ignore[assignment]
 
 
-def _compile(state: State, mesh_config: MeshConfig) -> None:
+def _compile(state: State, mesh_config: MeshConfig, **options: Any) -> None:
     if not mesh_config.compiles(on_gpu=state.device.name == "gpu"):
         return
-    if not compile_blocks(state.model) and mesh_config.compile == "blocks":
+    if not compile_blocks(state.model, **options) and mesh_config.compile == "blocks":
         raise UserError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 
@@ -133,7 +144,7 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, **settings: bool) -> None:
+def _replace_clipping(state: State, **settings: Any) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings and these."""
     kind, threshold = None, 0.0
     for clipping in _clippings(state):
@@ -193,6 +204,8 @@ class MeshGradients(Algorithm):
         keeps_weights: FSDP2 gathers weights once per batch, and frees them in the last microbatch's backward pass,
             where it also reduces the sum of the microbatches' gradients over shards.
         adds: gradients are reduced in fp32 or fp64; else each microbatch's are, since FSDP2 would add them up in less.
+        sent_in: the dtype of gradients, if it is smaller than the one that they are reduced in.
+        divides_experts: `sent_in` is for experts alone: other weights are few, and the same ranks exchange tokens.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -203,12 +216,17 @@ class MeshGradients(Algorithm):
         replicated: bool,
         keeps_weights: bool = False,
         adds: bool = True,
+        sent_in: torch.dtype | None = None,
+        divides_experts: bool = False,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
         self.replicated = replicated
         self.keeps_weights = keeps_weights
         self.adds = adds
+        self.sent_in = sent_in
+        self.divides_experts = divides_experts
+        self._messages: dict[nn.Module, GradientMessages | None] = {}
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         # modules whose gradients are added up. Chosen before the first batch, while their parameters are sharded, and
@@ -233,8 +251,13 @@ class MeshGradients(Algorithm):
                 in_block = not isinstance(layer.experts, FSDPModule)
                 if in_block and _is_whole(next(layer.experts.parameters())):  # FSDP2 only casts them
                     cast_in_one_pass(layer.experts)
+            experts = {layer.experts for layer in moe_layers(state.model)}
+            for module in wrapped_modules(state.model):
+                slice_mesh_once(module)
+                if self.sent_in is not None and (module in experts or not self.divides_experts):
+                    self._messages[module] = send_own_dtype(module, self.sent_in, dist.get_local_world_size())
         elif event == Event.BEFORE_TRAIN_BATCH:
-            self._wrapped = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
+            self._wrapped = wrapped_modules(state.model)
             self._expected, self._seen = self._microbatches(state), 0
             if self._adding is None:
                 for module in self._wrapped:
@@ -248,6 +271,8 @@ class MeshGradients(Algorithm):
             for module in self._wrapped:
                 if module in self._adding:
                     module.set_requires_gradient_sync(last, recurse=False)
+                    if messages := self._messages.get(module):
+                        messages.sums = (self._expected or 1) > 1
                 elif self.replicated:
                     module.set_requires_all_reduce(last, recurse=False)
                 if self.keeps_weights:

@@ -17,6 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.ops.operators import operator
 
+# of `torch.compile`: a block waits for a sum of loads over ranks at its end, not where the sum begins
+SINK_WAITS = {
+    "options": {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    }
+}
+
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
     """The outermost module lists that contain MoE layers: their members are the model's blocks."""
@@ -38,18 +46,18 @@ def prefetch_in_order(model: nn.Module) -> None:
     whole previous block. Forward, a block prefetches its own experts, since the host may wait in dispatch before them.
     """
     for blocks in block_lists(model):
-        units = [unit for unit in map(_wrapped, blocks) if unit]
+        units = [unit for unit in map(wrapped_modules, blocks) if unit]
         for before, unit in pairwise(units):
             before[0].set_modules_to_forward_prefetch([*before[1:], unit[0]])
             unit[-1].set_modules_to_backward_prefetch(before)
         if units:
             units[-1][0].set_modules_to_forward_prefetch(units[-1][1:])
-            root = _wrapped(model)[0]
+            root = wrapped_modules(model)[0]
             if root is not units[0][0]:
                 root.set_modules_to_backward_prefetch(units[-1])
 
 
-def _wrapped(module: nn.Module) -> list[FSDPModule]:
+def wrapped_modules(module: nn.Module) -> list[Any]:
     """The modules that FSDP2 has wrapped, outermost first."""
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 

@@ -15,6 +15,7 @@ from foundry_moe.algorithms.dmoe_mesh import MeshGradients, _replace_clipping, a
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
 from foundry_moe.optim.adamw import FusedAdamW
+from foundry_moe.parallel import transformer_blocks
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.schema import raise_mistakes
 
@@ -45,7 +46,7 @@ class _Recorder(torch.nn.Module):
 def _run(
     monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int, **settings: bool
 ) -> tuple[list[bool], list[bool]]:
-    monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
+    monkeypatch.setattr(transformer_blocks, "FSDPModule", _Recorder)
     model = _Recorder()
     state: Any = SimpleNamespace(batch=batch, device_train_microbatch_size=size, model=model)
     algorithm = MeshGradients(**{"replicated": True, **settings})  # type: ignore[arg-type]
@@ -74,7 +75,7 @@ def test_gradients_that_add_up_are_reduced_in_the_last_microbatch_alone(
     monkeypatch: pytest.MonkeyPatch, replicated: bool
 ) -> None:
     """From the first microbatch on, whose forward pass has gathered the weights."""
-    monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
+    monkeypatch.setattr(transformer_blocks, "FSDPModule", _Recorder)
     monkeypatch.setattr(mesh_callback, "_can_add", lambda module, sharded: sharded and module.resharded == 1)
     monkeypatch.setattr(mesh_callback, "_was_gathered", lambda module: True)
     model, algorithm = _Recorder(), MeshGradients(replicated=replicated, keeps_weights=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
@@ -69,6 +70,55 @@ def test_gradients_in_bf16_are_added_up_in_fp32_or_reduced_one_by_one() -> None:
     assert [run["reductions"] for run in results] == [60, 18, 60, 60]
     assert largest_difference(results[1], results[0]) < TOLERANCE
     assert largest_difference(results[3], results[2]) == 0
+
+
+MIXED = {"fsdp_config.mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+KEPT = {"fsdp_config.reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(
+            {"preload": PRELOAD},
+            marks=pytest.mark.skipif(not can_replicate("cpu"), reason="FSDP2 of torch 2.7 reduces by itself"),
+            id="gloo",
+        ),
+        # a process that has started CUDA must not fork, and LLM Foundry may start it at import
+        pytest.param({"preload": (), "backend": "nccl"}, marks=pytest.mark.gpu, id="nccl"),
+    ],
+)
+def test_messages_of_gradients_in_bf16_change_nothing(launch: dict[str, Any]) -> None:
+    """Of two ranks, whose sums have one order; with sums of several microbatches, FSDP2's dtype is sent."""
+    if "backend" in launch and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one = {"device_train_microbatch_size": 4}
+    runs = [mesh(1, 2, 1, **MIXED, **keys) for keys in ({}, one, KEPT, {**KEPT, **one})]
+    runs += [mesh(2, 1, 1, **MIXED, **keys) for keys in ({}, one)]
+    runs += [mesh(1, 1, 2, **MIXED, **one)]
+    ours, theirs = (
+        run_processes(train, YAML, runs, world_size=2, **launch)
+        for train in (trainer_worker.train_runs, trainer_worker.train_runs_by_fsdp2)
+    )
+    assert [run["sent in bf16"] for run in ours] == [60, 15, 0, 15, 0, 15, 0]
+    assert [run["sent in bf16"] for run in theirs] == [0] * len(runs)
+    for own, expected in zip(ours, theirs, strict=True):
+        assert own["losses"] == expected["losses"] and largest_difference(own, expected) == 0
+
+
+@pytest.mark.skipif(not can_replicate("cpu"), reason="FSDP2 of torch 2.7 reduces by itself")
+def test_messages_in_bf16_between_more_than_two_ranks() -> None:
+    """Sums in fp32 differ by their order. Four replicas of whole weights are left to FSDP2."""
+    one = {"device_train_microbatch_size": 2}
+    runs = [mesh(*of, **MIXED, **one) for of in ((1, 4, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1))]
+    ours, theirs = (
+        run_processes(train, YAML, runs, world_size=4, preload=PRELOAD)
+        for train in (trainer_worker.train_runs, trainer_worker.train_runs_by_fsdp2)
+    )
+    assert [run["sent in bf16"] for run in ours] == [15, 15, 6, 0]
+    for own, expected in zip(ours, theirs, strict=True):
+        assert own["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert largest_difference(own, expected) < TOLERANCE
 
 
 def test_four_processes_equal_one() -> None:

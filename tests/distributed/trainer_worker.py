@@ -13,6 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.parallel import gradient_messages
+from foundry_moe.parallel.gradient_messages import GradientMessages
 
 _called: Counter[str] = Counter()
 
@@ -31,12 +33,25 @@ for name in ("foreach_all_gather", "foreach_reduce"):
     _counted(name)
 
 
+class CountedMessages(GradientMessages):
+    """Counts the reductions whose messages are in bf16."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        found = super().allocate(size, dtype=dtype, device=device)
+        _called["sent in bf16"] += self._laid_out is not None and found.dtype == torch.bfloat16
+        return found
+
+
+gradient_messages.GradientMessages = CountedMessages  # type: ignore[misc]
+
+
 def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Trains from a YAML with overrides; None takes a key out.
 
     Returns:
-        losses, norms, names of algorithms, how often FSDP2 gathered weights and reduced gradients, dispatches with
-        expected sizes and forward passes that were repeated, and by parameter name placements and whole weights.
+        losses, norms, names of algorithms, how often FSDP2 gathered weights and reduced gradients, these in messages of
+        bf16, dispatches with expected sizes and forward passes that were repeated, and by parameter name placements and
+        whole weights.
     """
     os.environ["FSDP_VERSION"] = "2"
     from llmfoundry.command_utils import train
@@ -60,6 +75,7 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
         "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
         "gathers": _called["foreach_all_gather"],
         "reductions": _called["foreach_reduce"],
+        "sent in bf16": _called["sent in bf16"],
         "sizes": _sizes(moe_layers(model)),
         "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
         "placements": {name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()},
@@ -99,6 +115,14 @@ def train_runs_short_of_room(path: str, runs: list[dict[str, Any]]) -> list[dict
         make_room(self, dispatcher, *[counts_PP2 // 4 if short else counts_PP2 + 64] * 2, 10_000)
 
     ExpectedCounts._make_room = make_too_little  # type: ignore[method-assign]
+    return train_runs(path, runs)
+
+
+def train_runs_by_fsdp2(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`train_runs` with gradients reduced by FSDP2 itself."""
+    from foundry_moe.algorithms import dmoe_mesh
+
+    dmoe_mesh.send_own_dtype = lambda *_: None
     return train_runs(path, runs)
 
 

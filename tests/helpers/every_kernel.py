@@ -18,6 +18,7 @@ from foundry_moe_kernels import (
     finite,
     gate_logits,
     low_rank,
+    mean,
     muon,
     noise,
     permute,
@@ -133,10 +134,11 @@ def launch_experts(dtype: torch.dtype) -> None:
     permute.unpermute(x, weights_TK, row_TK)
     permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)
     permute.gather_dots(torch.zeros(1, R), row_TK, torch.float32)
-    param, grad, mean, square = (torch.zeros(F) for _ in range(4))
+    mean.mean(*(torch.zeros(F, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(F))
+    param, grad, first, square = (torch.zeros(F) for _ in range(4))
     for factor in (None, torch.ones(())):
         adamw.adamw(
-            param, grad, (mean, square), torch.ones(2), factor, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.0
+            param, grad, (first, square), torch.ones(2), factor, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.0
         )
     stack, step = torch.zeros(E, D, F), torch.zeros(E, D, F, dtype=torch.bfloat16)
     for factor in (None, torch.ones(())):
