@@ -8,7 +8,7 @@ Letters: D, F, E, K, V, S as in shape.py; T tokens of a GPU's microbatch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foundry_moe.commands.plan.constants import Constants, rate_at
 from foundry_moe.commands.plan.shape import ModelShape
@@ -63,6 +63,11 @@ class Step:
     def reductions(self) -> int:
         """Reductions of each gradient over `shard`."""
         return self.microbatches if self.resharded else 1
+
+    @property
+    def sends_own_dtype(self) -> bool:
+        """Whether gradients of 2 bytes are sent as they are: not sums of several microbatches, which are fp32."""
+        return self.width == 2 and self.reductions == self.microbatches
 
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
@@ -133,6 +138,12 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
             # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
+        if step.sends_own_dtype and (what == "experts" or mesh.expert == 1):  # see parallel/gradient_messages.py
+            *_, reduced, averaged = found
+            if reduced.nodes in (1, ranks):
+                found[-2] = replace(reduced, bytes=reduced.bytes / 2, network_bytes=reduced.network_bytes / 2)
+            if ranks == 1 and mesh.replicate == 2 and step.microbatches == 1:  # more are always added up
+                found[-1] = replace(averaged, bytes=averaged.bytes / 2, network_bytes=averaged.network_bytes / 2)
     if mesh.expert > 1:
         found += _token_messages(shape, mesh, step)
     return tuple(message for message in found if message.ranks > 1)
