@@ -150,7 +150,11 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for launched in launches:
             runs[launched].append(launch(command_of(launched, arguments)))
-            print(json.dumps({"mesh": launched[0], **runs[launched][-1]}), file=sys.stderr, flush=True)
+            print(
+                json.dumps({"mesh": launched[0], "even": launched[1], **runs[launched][-1]}),
+                file=sys.stderr,
+                flush=True,
+            )
     speed = ["tokens/s per GPU", "over one GPU", "MFU", "step, ms"]
     one = [f"one microbatch: {speed[0]}", *speed[1:]] if arguments.microbatches > 1 else []
     columns = ["mesh", *speed, *one, "slowest step", "reserved, GiB"]

@@ -170,7 +170,7 @@ def _can_add(module: nn.Module, *, sharded: bool) -> bool:
     """Whether the gradients of a module that FSDP2 wraps may be added up, and their sum alone be reduced.
 
     Its trained weights must be whole, unless `sharded`. FSDP2 then adds a microbatch's gradients in 10 bytes of memory
-    traffic per weight, where it takes 26 to reduce them over a shard group of one rank.
+    traffic per weight, where FSDP2's reduction over a shard group of one rank takes 26.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return bool(trained) and (sharded or all(map(_is_whole, trained)))
@@ -205,7 +205,8 @@ class MeshGradients(Algorithm):
             where it also reduces the sum of the microbatches' gradients over shards.
         adds: gradients are reduced in fp32 or fp64; else each microbatch's are, since FSDP2 would add them up in less.
         sent_in: the dtype of gradients, if it is smaller than the one that they are reduced in.
-        divides_experts: `sent_in` is for experts alone: other weights are few, and the same ranks exchange tokens.
+        divides_experts: experts are divided, and `sent_in` is for their gradients alone: other weights are few, and the
+            ranks that have them exchange tokens.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -226,7 +227,7 @@ class MeshGradients(Algorithm):
         self.adds = adds
         self.sent_in = sent_in
         self.divides_experts = divides_experts
-        self._messages: dict[nn.Module, GradientMessages | None] = {}
+        self._messages: dict[nn.Module, GradientMessages] = {}
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         # modules whose gradients are added up. Chosen before the first batch, while their parameters are sharded, and
@@ -241,21 +242,24 @@ class MeshGradients(Algorithm):
         if event in (Event.BEFORE_LOAD, Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
         counts = self.replicated or self.keeps_weights
-        return counts and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_BACKWARD)
+        return (counts and event == Event.BEFORE_TRAIN_BATCH) or (
+            (counts or bool(self._messages)) and event == Event.BEFORE_BACKWARD
+        )
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
-            for layer in moe_layers(state.model):
-                in_block = not isinstance(layer.experts, FSDPModule)
-                if in_block and _is_whole(next(layer.experts.parameters())):  # FSDP2 only casts them
-                    cast_in_one_pass(layer.experts)
             experts = {layer.experts for layer in moe_layers(state.model)}
+            for each in experts:
+                in_block = not isinstance(each, FSDPModule)
+                if in_block and _is_whole(next(each.parameters())):  # FSDP2 only casts them
+                    cast_in_one_pass(each)
             for module in wrapped_modules(state.model):
                 slice_mesh_once(module)
                 if self.sent_in is not None and (module in experts or not self.divides_experts):
-                    self._messages[module] = send_own_dtype(module, self.sent_in, dist.get_local_world_size())
+                    messages = send_own_dtype(module, self.sent_in, dist.get_local_world_size())
+                    self._messages |= {} if messages is None else {module: messages}
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._wrapped = wrapped_modules(state.model)
             self._expected, self._seen = self._microbatches(state), 0
@@ -271,13 +275,14 @@ class MeshGradients(Algorithm):
             for module in self._wrapped:
                 if module in self._adding:
                     module.set_requires_gradient_sync(last, recurse=False)
-                    if messages := self._messages.get(module):
-                        messages.sums = (self._expected or 1) > 1
                 elif self.replicated:
                     module.set_requires_all_reduce(last, recurse=False)
                 if self.keeps_weights:
                     module.set_reshard_after_backward(last, recurse=False)
+            for module, messages in self._messages.items():
+                messages.begin(sums=module in self._adding and (self._expected or 1) > 1)
         else:
+            GradientMessages.release()
             self._end_batch()
             self._clip(state, logger)
 

@@ -27,6 +27,14 @@ torch 2.7.0, CPU processes only:
 - `_fsdp_collectives._get_gradient_divide_factors` (`parallel/mesh.py`): gloo of that version sums where FSDP2 asks for
   an average. Public way: none found; torch 2.11 needs none.
 
+torch 2.11.0:
+
+- `FSDPParamGroup.mesh_info` (`parallel/gradient_messages.py`), of two replicas of whole weights: the mesh of a shard
+  group alone, so that FSDP2 calls its all-reduce hook in place of its all-reduce. Public way: none; the hook of a mesh
+  with replicas runs after the all-reduce.
+- `FSDPParam.mesh_info` (`parallel/one_pass_cast.py`): the same mesh, sliced once. Public way: none; later versions keep
+  it.
+
 Composer 0.32.1:
 
 - `trainer.checkpoint.load_checkpoint` and `trainer.maybe_create_object_store_from_uri`

@@ -8,7 +8,7 @@ received: half the bytes, and the same values up to the order of the sums, since
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,29 +25,51 @@ except ImportError:  # torch 2.7
 
 
 class GradientMessages(ReduceScatter or object):  # type: ignore[misc]
-    """FSDP2's reduction of one module's gradients: over shards, or over replicas of weights that are not sharded.
+    """FSDP2's reduction of one module's gradients: over shards, or over two replicas of weights that are not sharded.
 
-    Attributes:
-        sums: the gradients are sums of several microbatches, which FSDP2 has in the reduction's dtype: they are sent in
-            it. Set it before each backward pass.
+    Call `begin` before each backward pass. All ranks must have equally many microbatches. Gradients that others than
+    `MeshGradients` accumulate are sent in `dtype`, too.
 
     Args:
+        group: FSDP2's group of the module's parameters.
         dtype: of the gradients that autograd computes.
         replicas: the group of two ranks that have the same, unsharded weights; None = the weights are sharded.
     """
 
-    def __init__(self, dtype: torch.dtype, replicas: ProcessGroup | None = None) -> None:
+    # gradients of two replicas that are sent, and the end of it: memory of another stream than the one that reads it
+    _held: ClassVar[tuple[Tensor, torch.cuda.Event] | None] = None
+
+    def __init__(self, group: Any, dtype: torch.dtype, replicas: ProcessGroup | None = None) -> None:
+        self.group = group
         self.dtype = dtype
         self.replicas = replicas
-        self.sums = False
+        self._sums = False
         self._laid_out: Tensor | None = None
         self._reduced_in = torch.float32
 
+    def begin(self, *, sums: bool) -> None:
+        """A backward pass begins.
+
+        Args:
+            sums: FSDP2 has added up gradients of earlier microbatches, in the dtype of the reduction, and sends it.
+        """
+        self._sums, self._laid_out = sums, None
+
+    @classmethod
+    def release(cls) -> None:
+        """Frees the gradients that were sent last, once the current stream gets to this call."""
+        if cls._held is not None:
+            _, sent = cls._held
+            torch.cuda.current_stream().wait_event(sent)
+            cls._held = None
+
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gradients, one after another; at the next call for what they are reduced to."""
+        """Memory of a reduction: FSDP2 calls this twice, for the gradients and for their average."""
         laid_out, self._laid_out, self._reduced_in = self._laid_out, None, dtype
         if laid_out is None:
-            self._laid_out = torch.empty(*size, dtype=dtype if self.sums else self.dtype, device=device)
+            GradientMessages.release()
+            cast = self._sums or self.group.gradient_divide_factor is not None
+            self._laid_out = torch.empty(*size, dtype=dtype if cast else self.dtype, device=device)
             return self._laid_out
         # over a shard group of one rank FSDP2 copies the first to the second, which does nothing if they are the same
         return torch.empty(*size, dtype=dtype, device=device) if self.replicas is None else laid_out
@@ -56,7 +78,7 @@ class GradientMessages(ReduceScatter or object):  # type: ignore[misc]
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Reduces over shards."""
-        if op != dist.ReduceOp.AVG:  # a user has set a factor
+        if op != dist.ReduceOp.AVG:  # FSDP2 divides itself, for example in fp64
             input_tensor = input_tensor.to(output_tensor.dtype)
         if input_tensor.dtype == output_tensor.dtype:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
@@ -69,16 +91,20 @@ class GradientMessages(ReduceScatter or object):  # type: ignore[misc]
     def average(self, gradients: Tensor) -> None:
         """Averages over replicas, in place: afterwards the gradients are in the dtype of the reduction."""
         assert self.replicas is not None
-        if gradients.is_cuda:
-            gradients.record_stream(torch.cuda.current_stream())  # FSDP2 has allocated them in another one
-        if self.sums:
-            dist.all_reduce(gradients, op=dist.ReduceOp.AVG, group=self.replicas)
+        if gradients.dtype == self._reduced_in:
+            if gradients.is_cuda:
+                gradients.record_stream(torch.cuda.current_stream())  # FSDP2 has allocated them in another one
+            divided = self.group.gradient_divide_factor is not None  # by FSDP2
+            op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
+            dist.all_reduce(gradients, op=op, group=self.replicas)
             return
         received, numel = torch.empty_like(gradients), gradients.numel()
         to = [0, numel] if dist.get_rank(self.replicas) == 0 else [numel, 0]
         dist.all_to_all_single(received, gradients, to, to, group=self.replicas)
         averaged = torch.empty_like(gradients, dtype=self._reduced_in)
         _mean(gradients, received, averaged)
+        if gradients.is_cuda:
+            GradientMessages._held = gradients.detach(), torch.cuda.current_stream().record_event()
         gradients.data = averaged
 
 
@@ -108,18 +134,16 @@ def send_own_dtype(module: FSDPModule, dtype: torch.dtype, ranks_per_node: int) 
     if ReduceScatter is None or group is None:
         return None
     mesh: Any = group.mesh_info
-    shards = mesh.shard_process_group
-    if shards.size() > 1:
-        if not _is_even(shards, ranks_per_node):
+    if not isinstance(mesh, FSDPMeshInfo):
+        return None
+    if mesh.shard_mesh_size > 1:
+        if not _is_even(mesh.shard_process_group, ranks_per_node):
             return None
-        messages = GradientMessages(dtype)
+        messages = GradientMessages(group, dtype)
     else:
-        if not isinstance(mesh, HSDPMeshInfo):
+        if not isinstance(mesh, HSDPMeshInfo) or mesh.replicate_mesh_size != 2:
             return None
-        replicas = mesh.replicate_process_group
-        if not (replicas.size() == 2 and _is_even(replicas, ranks_per_node)):
-            return None
-        messages = GradientMessages(dtype, replicas)
+        messages = GradientMessages(group, dtype, mesh.replicate_process_group)
         # so that FSDP2 calls the hook in place of its own reduction over replicas
         alone = FSDPMeshInfo(mesh=mesh.mesh, shard_mesh_dim=mesh.shard_mesh_dim)
         if group.post_forward_mesh_info == mesh:

@@ -14,6 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+try:  # private (torch 2.7 to 2.11)
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+except ImportError:
+    FSDPMeshInfo = ()  # type: ignore[assignment, misc]
+
 
 class _SingleRankWeight(Tensor):
     """A stored weight that this rank holds whole. Results of operations on it are plain tensors."""
@@ -78,17 +83,17 @@ def slice_mesh_once(module: Any) -> None:
     """Slices the mesh of a module that FSDP2 wraps, if shard groups have one rank, so that FSDP2 need not do so.
 
     It hands the mesh of the shard group to each weight of `cast_in_one_pass`, and would slice it at each gather: 0.14
-    ms a weight on the host.
+    ms a weight on the host. Later versions than 2.11 keep it.
     """
     group = module._get_fsdp_state()._fsdp_param_group  # private (torch 2.7 to 2.11)
-    info = None if group is None else group.mesh_info
-    if not can_cast_in_one_pass() or info is None or info.mesh.ndim == 1 or info.shard_mesh_size > 1:
+    info: Any = None if group is None else group.mesh_info
+    if not can_cast_in_one_pass() or not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size > 1:
         return
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    alone = FSDPMeshInfo(info.mesh[info.mesh.mesh_dim_names[info.shard_mesh_dim]], shard_mesh_dim=0)
-    for weight in group.fsdp_params:
-        weight.mesh_info = alone
+    mesh = info.mesh
+    if mesh.ndim > 1 and mesh.mesh_dim_names is not None:
+        alone = FSDPMeshInfo(mesh[mesh.mesh_dim_names[-1]], shard_mesh_dim=0)
+        for weight in group.fsdp_params:
+            weight.mesh_info = alone
 
 
 def _mark(module: nn.Module) -> None:

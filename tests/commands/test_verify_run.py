@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 
 from foundry_moe import MoEConfig
 from foundry_moe.cli import main
+from foundry_moe.commands.verify import certify
 from foundry_moe.commands.verify.formula import why_not
 from foundry_moe.commands.verify.rows import Row, difference, step_zero_row
 from foundry_moe.commands.verify.shrink import shrink
 from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
+from foundry_moe.commands.verify.trial import Trial
+from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 from tests.commands.trial_faults import converted_run
 
@@ -124,6 +129,36 @@ def test_a_fault_is_found_in_the_row_that_names_it(certificates: dict[str, Any],
     assert certificate["verdict"] == "differs"
     assert wrong(certificate) >= FAULTS[fault], certificate["rows"]
     assert not wrong(certificate) & UNTOUCHED[fault], "it would say that all is wrong"
+
+
+@pytest.mark.parametrize("side_by_side", [1, 3])
+def test_each_trial_is_launched_once_and_resumes_what_is_saved_before(side_by_side: int) -> None:
+    def trial(name: str, processes: int) -> Trial:
+        return Trial(name=name, run={}, processes=processes, precision="fp64")
+
+    alone = trial("alone", 1)
+    roles = [
+        {"mesh": trial(f"mesh {n}", 2), "alone": alone, "resumed": trial(f"resumed {n}", 1 if n == 3 else 2)}
+        for n in range(4)
+    ]
+    first, later = certify._launches(roles, 2, side_by_side)
+    assert len(first) == side_by_side + 1
+    assert [[trial.name for trial in launch] for launch in later] == [["resumed 3"]]
+    assert all(len({trial.processes for trial in launch}) == 1 for launch in first)
+    names = [trial.name for launch in first for trial in launch]
+    assert sorted(names) == sorted({"alone", *(f"mesh {n}" for n in range(4)), *(f"resumed {n}" for n in range(3))})
+    assert all(names.index(f"mesh {n}") + 1 == names.index(f"resumed {n}") for n in range(3))
+
+
+def test_an_error_ends_the_launches_beside_it() -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 of 1 failed"):
+        certify._run_together(partial(run_processes, sleep_or_fail, world_size=1, preload=()), [[60.0], [], [60.0]])
+    assert time.monotonic() - began < 50
+
+
+def sleep_or_fail(seconds: list[float]) -> None:
+    time.sleep(seconds[0])
 
 
 def test_a_run_that_fails_is_one_sentence(certificates: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ PASSES = 78
 LOGIT_BYTES = 30  # for each logit, forward and backward: cast to fp32, log-softmax, loss, and their gradients
 CLIP_BYTES, STEP_BYTES = 12, 20  # for each parameter: norm and scaling of its gradient; AdamW, beside its state
 CAST_BYTES, COPY_BYTES = 6, 4  # fp32 part to bf16; a gathered parameter to where it is used
-GRADIENT_BYTES, REDUCED_BYTES = 6, 8  # bf16 gradient to fp32, laid out by rank; the reduced part to its place
+# bf16 gradient to fp32, laid out by rank (or laid out in bf16, and read to be summed); the reduced part to its place
+GRADIENT_BYTES, REDUCED_BYTES = 6, 8
 # A later microbatch's gradient, in fp32 or bf16, to the sum of the earlier ones. On an H200 each of 15 microbatches
 # took 10.7 ms more than the first (RESULTS.md, Muon: OLMoE with AdamW); 12 bytes take 9.1.
 ADDED_BYTES, ADDED_BF16_BYTES = 12, 10
@@ -138,7 +139,8 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
             # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
-        if step.sends_own_dtype and (what == "experts" or mesh.expert == 1):  # see parallel/gradient_messages.py
+        # see parallel/gradient_messages.py; torch 2.7 sends fp32
+        if step.sends_own_dtype and (what == "experts" or mesh.expert == 1):
             *_, reduced, averaged = found
             if reduced.nodes in (1, ranks):
                 found[-2] = replace(reduced, bytes=reduced.bytes / 2, network_bytes=reduced.network_bytes / 2)

@@ -11,11 +11,12 @@ import copy
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,12 +117,11 @@ def certify(
         trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(small)]
         launch = partial(_launch, train, device=device, timeout_s=timeout_s)
         most = max(trial.processes for roles in trials for trial in roles.values())
-        side_by_side = max(1, min(_SIDE_BY_SIDE, (os.cpu_count() or 1) // (2 * most)))
+        side_by_side = max(1, min(_SIDE_BY_SIDE, len(os.sched_getaffinity(0)) // (2 * most)))
         seen: dict[str, dict[str, Any]] = {}
         for parts in _launches(trials, most, side_by_side):
-            with ThreadPoolExecutor(len(parts)) as pool:
-                for found in pool.map(launch, parts) if side_by_side > 1 else map(launch, parts):
-                    seen |= found
+            for found in _run_together(launch, parts) if side_by_side > 1 else map(launch, parts):
+                seen |= found
     return [
         _certificate(run, device, {role: seen[trial.name] for role, trial in roles.items()})
         for run, roles in zip(small, trials, strict=True)
@@ -163,6 +163,18 @@ def _launches(trials: Sequence[Mapping[str, Trial]], most: int, side_by_side: in
             part = index % side_by_side if trial.processes == most else 0
             lists[later].setdefault((-trial.processes, part), []).append(trial)
     return [[parts[key] for key in sorted(parts)] for parts in lists if parts]
+
+
+def _run_together(launch: Callable[[list[Trial]], Any], parts: Sequence[list[Trial]]) -> list[Any]:
+    """Each part's result. An error or an interruption ends all of them."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        running = [pool.submit(launch, part) for part in parts]
+        try:
+            return [done.result() for done in as_completed(running)]
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def _launch(train: Train, trials: Sequence[Trial], *, device: str, timeout_s: float) -> dict[str, dict[str, Any]]:
