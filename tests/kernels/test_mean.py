@@ -1,4 +1,4 @@
-"""The mean of rows of bf16 in fp32, against torch's. Shapes: P rows, N numbers."""
+"""The mean over ranks of numbers in bf16, summed in fp32, against fp64. Shapes: P ranks, N numbers."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -172,8 +172,9 @@ def _run_together(launch: Callable[[list[Trial]], Any], parts: Sequence[list[Tri
         try:
             return [done.result() for done in as_completed(running)]
         except BaseException:
-            for child in multiprocessing.active_children():
-                child.kill()
+            while wait(running, timeout=0.1).not_done:  # one that starts has no process yet
+                for child in multiprocessing.active_children():
+                    child.kill()
             raise
 
 
