@@ -189,38 +189,6 @@ def test_kept_weights_are_gathered_and_reduced_once_per_batch(resharded: bool, g
 
 
 @pytest.mark.parametrize(
-    ("mesh", "gpus", "microbatches", "resharded", "reduced", "averaged"),
-    [
-        # bytes of the messages of one expert weight's gradient: times (P - 1) / P of its group
-        ((1, 8, 1), 8, 1, True, 2, None),
-        ((1, 8, 1), 8, 2, True, 2, None),
-        ((1, 8, 1), 8, 1, False, 2, None),
-        ((1, 8, 1), 8, 2, False, 4, None),  # the sum of two microbatches, in fp32
-        ((1, 16, 1), 16, 1, True, 4, None),  # a ring sums what one node sends to the other
-        ((2, 8, 1), 16, 1, True, 2, 8 / 8),
-        ((2, 1, 1), 2, 1, True, None, 4),
-        ((2, 1, 1), 2, 2, True, None, 8),
-        ((4, 1, 1), 4, 1, True, None, 8),
-        ((1, 2, 4), 8, 1, True, 2, None),
-    ],
-)
-def test_gradients_are_sent_in_bf16_where_that_is_less(
-    mesh: tuple[int, int, int], gpus: int, microbatches: int, resharded: bool, reduced: float, averaged: float
-) -> None:
-    widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
-    keys = {RESHARD: resharded, "model__moe__mesh": widths, "global_train_batch_size": 4 * gpus * microbatches}
-    plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **keys), gpus=gpus, per_node=8, gib=141)
-    weights = plan.shape.trained_experts_per_layer / mesh[2]
-    sent = {m.name: m.bytes * m.ranks / (m.ranks - 1) / weights for m in plan.messages}
-    assert sent.get("reduce-scatter experts") == (None if reduced is None else pytest.approx(reduced))
-    assert sent.get("all-reduce experts") == (None if averaged is None else pytest.approx(averaged))
-    if mesh[2] > 1:
-        dense = plan.shape.dense * plan.shape.trained_share / (plan.shape.layers + 1)
-        (message,) = (m for m in plan.messages if m.name == "reduce-scatter dense")
-        assert message.bytes == pytest.approx(4 * dense * (message.ranks - 1) / message.ranks)
-
-
-@pytest.mark.parametrize(
     ("mesh", "resharded", "first", "second", "later"),
     [
         # cast and laid out, and the part of a GPU to its place and, after the first, to the sum

@@ -8,7 +8,7 @@ Letters: D, F, E, K, V, S as in shape.py; T tokens of a GPU's microbatch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from foundry_moe.commands.plan.constants import Constants, rate_at
 from foundry_moe.commands.plan.shape import ModelShape
@@ -22,8 +22,7 @@ PASSES = 78
 LOGIT_BYTES = 30  # for each logit, forward and backward: cast to fp32, log-softmax, loss, and their gradients
 CLIP_BYTES, STEP_BYTES = 12, 20  # for each parameter: norm and scaling of its gradient; AdamW, beside its state
 CAST_BYTES, COPY_BYTES = 6, 4  # fp32 part to bf16; a gathered parameter to where it is used
-# bf16 gradient to fp32, laid out by rank (or laid out in bf16, and read to be summed); the reduced part to its place
-GRADIENT_BYTES, REDUCED_BYTES = 6, 8
+GRADIENT_BYTES, REDUCED_BYTES = 6, 8  # bf16 gradient to fp32, laid out by rank; the reduced part to its place
 # A later microbatch's gradient, in fp32 or bf16, to the sum of the earlier ones. On an H200 each of 15 microbatches
 # took 10.7 ms more than the first (RESULTS.md, Muon: OLMoE with AdamW); 12 bytes take 9.1.
 ADDED_BYTES, ADDED_BF16_BYTES = 12, 10
@@ -64,11 +63,6 @@ class Step:
     def reductions(self) -> int:
         """Reductions of each gradient over `shard`."""
         return self.microbatches if self.resharded else 1
-
-    @property
-    def sends_own_dtype(self) -> bool:
-        """Whether gradients of 2 bytes are sent as they are: not sums of several microbatches, which are fp32."""
-        return self.width == 2 and self.reductions == self.microbatches
 
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
@@ -135,17 +129,11 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
             _collective(mesh, GATHER, what, units_ * step.gathers, step.width * size, (ranks, stride)),
+            # fp32: the constants were fitted before gradients of a single microbatch were sent in bf16
             _collective(mesh, REDUCE, what, units_ * step.reductions, 4 * trained, (ranks, stride)),
             # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
-        # see parallel/gradient_messages.py; torch 2.7 sends fp32
-        if step.sends_own_dtype and (what == "experts" or mesh.expert == 1):
-            *_, reduced, averaged = found
-            if reduced.nodes in (1, ranks):
-                found[-2] = replace(reduced, bytes=reduced.bytes / 2, network_bytes=reduced.network_bytes / 2)
-            if ranks == 1 and mesh.replicate == 2 and step.microbatches == 1:  # more are always added up
-                found[-1] = replace(averaged, bytes=averaged.bytes / 2, network_bytes=averaged.network_bytes / 2)
     if mesh.expert > 1:
         found += _token_messages(shape, mesh, step)
     return tuple(message for message in found if message.ranks > 1)
