@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,24 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     # the run that fell back committed again, in a generation that is newer than the damaged commit
     names = sorted(path.name for path in (folder / "commits").iterdir())
     assert names[-1] == "000001-000000000006.json"
+
+
+@needs_replicas
+@pytest.mark.parametrize("microbatch", [4, 2], ids=["in bf16", "sums in fp32"])
+def test_ranks_that_send_gradients_resume_to_the_last_bit(microbatch: int, tmp_path: Path) -> None:
+    """Two replicas of whole weights, which replace FSDP2's mesh, and two shards; then the other mesh."""
+    mixed = {"fsdp_config.mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+    keys = {**mixed, "device_train_microbatch_size": microbatch}
+    meshes = [(2, 1, 1), (1, 2, 1)]
+    runs = [
+        run(tmp_path / f"{name} {mesh}", mesh, **keys, **more)
+        for mesh in meshes
+        for name, more in (("whole", {}), ("broken", {"break_at": BREAK}), ("broken", {}))
+    ]
+    results = launch(2, *runs)
+    for whole, _, resumed in (results[:3], results[3:]):
+        assert resumed["began_at"] == BREAK and resumed["ranks_agree"]
+        assert resumed["losses"] == {batch: whole["losses"][batch] for batch in (BREAK + 1, BREAK + 2)}
+        assert resumed["ended"] == whole["ended"]
+    other = launch(2, run(tmp_path / f"whole {meshes[0]}", meshes[1], max_duration="7ba", **keys))[0]
+    assert other["began"] == results[0]["ended"] and other["ranks_agree"]
