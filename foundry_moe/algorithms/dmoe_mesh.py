@@ -242,9 +242,9 @@ class MeshGradients(Algorithm):
         if event in (Event.BEFORE_LOAD, Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
         counts = self.replicated or self.keeps_weights
-        return (counts and event == Event.BEFORE_TRAIN_BATCH) or (
-            (counts or bool(self._messages)) and event == Event.BEFORE_BACKWARD
-        )
+        if event == Event.BEFORE_BACKWARD:
+            return counts or bool(self._messages)
+        return counts and event == Event.BEFORE_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
@@ -257,9 +257,10 @@ class MeshGradients(Algorithm):
                     cast_in_one_pass(each)
             for module in wrapped_modules(state.model):
                 slice_mesh_once(module)
-                if self.sent_in is not None and (module in experts or not self.divides_experts):
-                    messages = send_own_dtype(module, self.sent_in, dist.get_local_world_size())
-                    self._messages |= {} if messages is None else {module: messages}
+                if self.sent_in is None or (self.divides_experts and module not in experts):
+                    continue
+                if messages := send_own_dtype(module, self.sent_in, dist.get_local_world_size()):
+                    self._messages[module] = messages
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._wrapped = wrapped_modules(state.model)
             self._expected, self._seen = self._microbatches(state), 0

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as torch_dist
 from composer.core import Precision, State
 from composer.utils import dist
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe
@@ -22,6 +21,7 @@ from foundry_moe.launch.ending import OutliveSignals, StopSignals
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
+from foundry_moe.parallel.transformer_blocks import wrapped_modules
 from foundry_moe.schema import UserError, name_ranks
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
@@ -94,9 +94,8 @@ class RunWatch:
     def start(self, state: State) -> None:
         """Collective, before the first batch."""
         self.group()
-        for module in state.model.modules():
-            if isinstance(module, FSDPModule):  # gathered by an evaluation, if `reshard_after_forward` is false
-                module.reshard()
+        for module in wrapped_modules(state.model):
+            module.reshard()  # an evaluation has gathered it, if `reshard_after_forward` is false
         parameters = list(state.model.named_parameters())
         self._order = [name for name, _ in parameters]
         if self._checks_values:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from foundry_moe.parallel.one_pass_cast import shard_group_alone
+
 try:  # private (torch 2.11)
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
@@ -145,7 +147,7 @@ def send_own_dtype(module: FSDPModule, dtype: torch.dtype, ranks_per_node: int) 
             return None
         messages = GradientMessages(group, dtype, mesh.replicate_process_group)
         # so that FSDP2 calls the hook in place of its own reduction over replicas
-        alone = FSDPMeshInfo(mesh=mesh.mesh, shard_mesh_dim=mesh.shard_mesh_dim)
+        alone = shard_group_alone(mesh)
         if group.post_forward_mesh_info == mesh:
             group.post_forward_mesh_info = alone
         group.mesh_info = alone

@@ -89,11 +89,15 @@ def slice_mesh_once(module: Any) -> None:
     info: Any = None if group is None else group.mesh_info
     if not can_cast_in_one_pass() or not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size > 1:
         return
-    mesh = info.mesh
-    if mesh.ndim > 1 and mesh.mesh_dim_names is not None:
-        alone = FSDPMeshInfo(mesh[mesh.mesh_dim_names[-1]], shard_mesh_dim=0)
+    if info.mesh.ndim > 1:
+        alone = shard_group_alone(info)
         for weight in group.fsdp_params:
             weight.mesh_info = alone
+
+
+def shard_group_alone(info: Any) -> Any:
+    """FSDP2's `HSDPMeshInfo` without its replicas."""
+    return FSDPMeshInfo(info.mesh[info.mesh.mesh_dim_names[-1]], shard_mesh_dim=0)
 
 
 def _mark(module: nn.Module) -> None:

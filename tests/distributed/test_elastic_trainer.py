@@ -10,7 +10,7 @@ import pytest
 
 from foundry_moe.parallel.mesh import can_replicate
 from tests.helpers.stacks import needs_replicas
-from tests.helpers.tiny_runs import BATCHES, launch, run
+from tests.helpers.tiny_runs import BATCHES, MIXED, launch, run
 
 BREAK = 4
 FIRST = (2, 1, 2) if can_replicate("cpu") else (1, 2, 2)  # mesh of four; another goes on
@@ -145,8 +145,7 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
 @pytest.mark.parametrize("microbatch", [4, 2], ids=["in bf16", "sums in fp32"])
 def test_ranks_that_send_gradients_resume_to_the_last_bit(microbatch: int, tmp_path: Path) -> None:
     """Two replicas of whole weights, which replace FSDP2's mesh, and two shards; then the other mesh."""
-    mixed = {"fsdp_config.mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
-    keys = {**mixed, "device_train_microbatch_size": microbatch}
+    keys = {**MIXED, "device_train_microbatch_size": microbatch}
     meshes = [(2, 1, 1), (1, 2, 1)]
     runs = [
         run(tmp_path / f"{name} {mesh}", mesh, **keys, **more)

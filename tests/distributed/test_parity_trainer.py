@@ -11,7 +11,7 @@ from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
 from tests.distributed import trainer_worker
 from tests.helpers.launching import PRELOAD
-from tests.helpers.tiny_runs import YAML, largest_difference, mesh
+from tests.helpers.tiny_runs import KEPT, MIXED, YAML, largest_difference, mesh
 
 # fp32, three steps of AdamW with eps 1e-3: sums in another order measure some 2e-7
 TOLERANCE = 1e-5
@@ -28,7 +28,7 @@ def test_two_processes_equal_one() -> None:
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(1, 2, 1)]
     runs += [mesh(2, 1, 1)] if can_replicate("cpu") else []
     kept = len(runs)
-    runs += [mesh(1, 2, 1, **{"fsdp_config.reshard_after_forward": False})]
+    runs += [mesh(1, 2, 1, **KEPT)]
     value = {
         "algorithms.gradient_clipping.clipping_type": "value",
         "algorithms.gradient_clipping.clipping_threshold": 0.01,
@@ -70,10 +70,6 @@ def test_gradients_in_bf16_are_added_up_in_fp32_or_reduced_one_by_one() -> None:
     assert [run["reductions"] for run in results] == [60, 18, 60, 60]
     assert largest_difference(results[1], results[0]) < TOLERANCE
     assert largest_difference(results[3], results[2]) == 0
-
-
-MIXED = {"fsdp_config.mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
-KEPT = {"fsdp_config.reshard_after_forward": False}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.parallel import gradient_messages
 from foundry_moe.parallel.gradient_messages import GradientMessages
 
 _called: Counter[str] = Counter()
@@ -33,16 +32,17 @@ for name in ("foreach_all_gather", "foreach_reduce"):
     _counted(name)
 
 
-class CountedMessages(GradientMessages):
+_allocate = GradientMessages.allocate
+
+
+def _allocate_and_count(self: GradientMessages, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Counts the reductions whose messages are in bf16."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        found = super().allocate(size, dtype=dtype, device=device)
-        _called["sent in bf16"] += self._laid_out is not None and found.dtype == torch.bfloat16
-        return found
+    found = _allocate(self, *args, **kwargs)
+    _called["sent in bf16"] += self._laid_out is not None and found.dtype == torch.bfloat16
+    return found
 
 
-gradient_messages.GradientMessages = CountedMessages  # type: ignore[misc]
+GradientMessages.allocate = _allocate_and_count  # type: ignore[method-assign]
 
 
 def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from tests.helpers.launching import PRELOAD
 
 YAML = str(Path(__file__).parents[1] / "distributed" / "tiny.yaml")
 BATCHES = 6
+MIXED = {"fsdp_config.mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+KEPT = {"fsdp_config.reshard_after_forward": False}
 
 
 def mesh(replicate: int, shard: int, expert: int, **more: Any) -> dict[str, Any]:

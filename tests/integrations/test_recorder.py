@@ -32,7 +32,7 @@ def test_one_rank_and_two_are_the_same_and_so_are_resumptions(records: Path) -> 
         other = read_record(records / name)
         report = compare(alone, other)
         assert report.same and report.steps == steps, report
-        assert report.largest < 5e-5  # fp32 sums in another order: 1.4e-5 on some processors
+        assert report.largest < 2e-5  # fp32 sums in another order: 1.3e-5 on one of the processors
         assert {"state exp_avg", "state exp_avg_sq", "weight"} <= set(other.begin.kinds) | set(other.steps[0].kinds)
     two = read_record(records / "2")
     assert any(two.held[name][0] != two.held[name][1] for name in two.held), "nothing is sharded"
