@@ -32,6 +32,7 @@ from foundry_moe.parallel.transformer_blocks import (
     SINK_WAITS,
     block_lists,
     compile_blocks,
+    disable_hooks_once,
     prefetch_in_order,
     wrapped_modules,
 )
@@ -256,6 +257,7 @@ class MeshGradients(Algorithm):
                 if in_block and _is_whole(next(each.parameters())):  # FSDP2 only casts them
                     cast_in_one_pass(each)
             for module in wrapped_modules(state.model):
+                disable_hooks_once(module)
                 slice_mesh_once(module)
                 if self.sent_in is None or (self.divides_experts and module not in experts):
                     continue

@@ -16,7 +16,13 @@ from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
+from foundry_moe.parallel.transformer_blocks import (
+    block_lists,
+    compile_blocks,
+    disable_hooks_once,
+    prefetch_in_order,
+    wrapped_modules,
+)
 from tests.helpers.small_training import CASES, build_model, shard_rest
 
 
@@ -93,6 +99,46 @@ def test_each_block_of_a_deep_model_is_compiled(limit: int) -> None:
             block(torch.ones(3, 4))
             assert len(graphs) > before, f"block {number} runs eagerly"
         assert min(config.recompile_limit, config.accumulated_recompile_limit) >= limit, "a larger limit stays"
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "nested_graph_breaks"), reason="since torch 2.11")
+def test_a_block_that_sends_tokens_is_two_graphs() -> None:
+    called: list[torch.fx.GraphModule] = []
+    models = [build_model(CASES[0], torch.float64, torch.device("cpu")) for _ in range(2)]
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return lambda *arguments: (called.append(graph), graph(*arguments))[1]
+
+    torch._dynamo.reset()
+    compile_blocks(models[0], backend=note)
+    for layer in moe_layers(models[0]):
+        layer.compute_experts = torch.compiler.disable(layer.compute_experts)  # type: ignore[method-assign]
+    outputs = [model(torch.arange(8).view(2, 4)) for model in models]
+    assert len(called) == 2 * len(models[0].blocks)
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.quick
+def test_hooks_of_fsdp2_are_hidden_from_dynamo_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    disabled: list[Any] = []
+    disable = torch._dynamo.disable
+    ids_BS, outputs = torch.zeros(2, 3, dtype=torch.long), []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for once in (False, True):
+            model = build_model(CASES[0], torch.float32, torch.device("cpu"))
+            shard_rest(model, parallelize(model, MeshConfig(expert=1, shard=2)).mesh, MixedPrecisionPolicy())
+            for module in wrapped_modules(model) if once else []:
+                disable_hooks_once(module)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch._dynamo, "disable", lambda *a, **k: (disabled.append(a), disable(*a, **k))[1])
+                outputs.append(model(ids_BS))
+            outputs[-1].sum().backward()
+            assert bool(disabled) != once, "torch has another way now"
+            disabled.clear()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.quick
