@@ -19,23 +19,20 @@ EXIT_CODES = (
     "and saved; 130 a run that a second Ctrl-C ended"
 )
 
-PARSERS = {
-    "check": parsers.add_check_parser,
-    "train": parsers.add_train_parser,
-    "verify": parsers.add_verify_parser,
-    "certify": parsers.add_certify_parser,
-    "plan": parsers.add_plan_parser,
-    "loads": parsers.add_loads_parser,
-    "export": parsers.add_export_parser,
-}
+PARSERS = (
+    parsers.add_check_parser,
+    parsers.add_train_parser,
+    parsers.add_verify_parser,
+    parsers.add_certify_parser,
+    parsers.add_plan_parser,
+    parsers.add_loads_parser,
+    parsers.add_export_parser,
+    parsers.add_checkpoints_parser,
+)
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code.
-
-    Args:
-        command: the first argument. The arguments of `checkpoints`, which needs numpy, are added for that command only.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code."""
     parser = argparse.ArgumentParser(
         prog="foundry-moe",
         description="Dropless Mixture-of-Experts for Composer and LLM Foundry.",
@@ -43,22 +40,15 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in PARSERS.values():
+    for add in PARSERS:
         add(commands)
-    if command == "checkpoints":
-        from foundry_moe.commands import checkpoints
-
-        checkpoints.add_parser(commands)
-    else:
-        commands.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
     return parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed arguments; `key=value` may also follow options, which argparse alone refuses."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser(arguments[0] if arguments else None)
-    inner = parser
+    parser = inner = build_parser()
     for word in arguments:
         below = next((a.choices for a in inner._actions if isinstance(a, argparse._SubParsersAction)), None)
         if not below or word.startswith("-"):

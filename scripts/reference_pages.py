@@ -119,7 +119,7 @@ def commands_page() -> str:
     """The help of each command."""
     os.environ["COLUMNS"] = "110"
     lines = ["# Commands", "", "Generated from the parsers: `foundry-moe COMMAND --help`."]
-    for parser in _parsers(build_parser("checkpoints")):
+    for parser in _parsers(build_parser()):
         lines += ["", f"## {parser.prog}", "", "```", parser.format_help().rstrip(), "```"]
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from foundry_moe.checkpoint import range_reads
@@ -16,73 +16,11 @@ from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.commands.argument_types import add_command, add_store_arguments, local_path, positive, positive_int
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
 from foundry_moe.config import can_cut_rows
 from foundry_moe.launch.checkpoint_settings import parse_interval
 from foundry_moe.parallel.mesh import divisors
 from foundry_moe.schema import UserError
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `checkpoints` and its commands; each parsed command has `run`, a function that returns an exit code."""
-    parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
-    commands = parser.add_subparsers(dest="checkpoints_command", required=True)
-
-    def command(
-        name: str, help_text: str, example: str, run: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser:
-        sub = add_command(commands, name, help_text, example=example)
-        sub.set_defaults(run=run)
-        sub.add_argument("folder", help="s3://, gs:// or az://, or a path; for a run's folder its checkpoints/ is used")
-        add_store_arguments(sub)
-        return sub
-
-    command("ls", "one line for each checkpoint, newest first", "runs/demo", run_ls)
-    what = "what a checkpoint holds, who wrote it, and which meshes can read it"
-    show = command("show", what, "s3://bucket/run --gpus 64", run_show)
-    show.add_argument("--step", type=int, help="default: the newest")
-    show.add_argument(
-        "--gpus", type=positive_int, action="append", help="list the meshes of this many GPUs; may be repeated"
-    )
-    verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000", run_verify)
-    verify.add_argument("--step", type=int, help="default: all")
-    what = "remove objects of no checkpoint, and old checkpoints with --keep"
-    gc = command("gc", what, "s3://bucket/run --keep 3 --dry-run", run_gc)
-    what = "remove unfinished checkpoints that are at least this old (default: 6h)"
-    gc.add_argument("--older-than", default="6h", help=what)
-    gc.add_argument(
-        "--keep",
-        type=positive_int,
-        help="keep this many of the newest checkpoints, and milestones, and remove the others; the newest is read and "
-        "verified first (default: remove no checkpoint)",
-    )
-    gc.add_argument("--dry-run", action="store_true", help="remove nothing; print what would be removed")
-    command("release", "allow another run to continue in this folder", "s3://bucket/run", run_release)
-    what = "a checkpoint in formats that others read"
-    export = command("export", what, "s3://bucket/run weights --format safetensors", run_export)
-    export.add_argument("out", type=local_path, help="a new folder, or a new file for torch")
-    export.add_argument(
-        "--format",
-        choices=("safetensors", "dcp", "torch"),
-        default="safetensors",
-        help="safetensors: the model in files with an index (default) | dcp: all of the state as a folder of "
-        "torch.distributed.checkpoint | torch: the same as one file of torch.save; memory holds the state once for dcp "
-        "and torch",
-    )
-    export.add_argument("--step", type=int, help="default: the newest that is good")
-    export.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
-    what = "make a folder's first checkpoint from weights of another format"
-    importing = command("import", what, "s3://bucket/new-run weights.safetensors", run_import)
-    importing.add_argument(
-        "source",
-        help="a safetensors file or folder, a .pt with a state dict, or, with --trust-pickle, Composer's single-file "
-        "or sharded checkpoint; a folder of a supported Hugging Face family gets the names of a run of hf_causal_lm",
-    )
-    importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
-    importing.add_argument(
-        "--trust-pickle", action="store_true", help="unpickle without restrictions: a malicious file can run code"
-    )
 
 
 def _pick(ledger: Ledger, step: int | None) -> CommitKey:

@@ -1,4 +1,4 @@
-"""Arguments of `foundry-moe check`, `train`, `verify`, `certify`, `plan`, `loads` and `export`.
+"""Arguments of the commands of `foundry-moe`.
 
 Each `add_..._parser` sets `run` to a function of the parsed arguments that returns an exit code. A command's modules
 are imported when it runs, so that `--help` and `check` start in half a second.
@@ -223,3 +223,62 @@ def add_export_parser(subparsers: Any) -> None:
     parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)
     parser.set_defaults(run=command_of("commands.export", "export_command"))
+
+
+def add_checkpoints_parser(subparsers: Any) -> None:
+    """`foundry-moe checkpoints` and its commands."""
+    parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
+    commands = parser.add_subparsers(dest="checkpoints_command", required=True)
+
+    def command(name: str, help_text: str, example: str) -> argparse.ArgumentParser:
+        sub = add_command(commands, name, help_text, example=example)
+        sub.set_defaults(run=command_of("commands.checkpoints", f"run_{name}"))
+        sub.add_argument("folder", help="s3://, gs:// or az://, or a path; for a run's folder its checkpoints/ is used")
+        add_store_arguments(sub)
+        return sub
+
+    command("ls", "one line for each checkpoint, newest first", "runs/demo")
+    what = "what a checkpoint holds, who wrote it, and which meshes can read it"
+    show = command("show", what, "s3://bucket/run --gpus 64")
+    show.add_argument("--step", type=int, help="default: the newest")
+    show.add_argument(
+        "--gpus", type=positive_int, action="append", help="list the meshes of this many GPUs; may be repeated"
+    )
+    verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000")
+    verify.add_argument("--step", type=int, help="default: all")
+    what = "remove objects of no checkpoint, and old checkpoints with --keep"
+    gc = command("gc", what, "s3://bucket/run --keep 3 --dry-run")
+    what = "remove unfinished checkpoints that are at least this old (default: 6h)"
+    gc.add_argument("--older-than", default="6h", help=what)
+    gc.add_argument(
+        "--keep",
+        type=positive_int,
+        help="keep this many of the newest checkpoints, and milestones, and remove the others; the newest is read and "
+        "verified first (default: remove no checkpoint)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="remove nothing; print what would be removed")
+    command("release", "allow another run to continue in this folder", "s3://bucket/run")
+    what = "a checkpoint in formats that others read"
+    export = command("export", what, "s3://bucket/run weights --format safetensors")
+    export.add_argument("out", type=local_path, help="a new folder, or a new file for torch")
+    export.add_argument(
+        "--format",
+        choices=("safetensors", "dcp", "torch"),
+        default="safetensors",
+        help="safetensors: the model in files with an index (default) | dcp: all of the state as a folder of "
+        "torch.distributed.checkpoint | torch: the same as one file of torch.save; memory holds the state once for dcp "
+        "and torch",
+    )
+    export.add_argument("--step", type=int, help="default: the newest that is good")
+    export.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
+    what = "make a folder's first checkpoint from weights of another format"
+    importing = command("import", what, "s3://bucket/new-run weights.safetensors")
+    importing.add_argument(
+        "source",
+        help="a safetensors file or folder, a .pt with a state dict, or, with --trust-pickle, Composer's single-file "
+        "or sharded checkpoint; a folder of a supported Hugging Face family gets the names of a run of hf_causal_lm",
+    )
+    importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
+    importing.add_argument(
+        "--trust-pickle", action="store_true", help="unpickle without restrictions: a malicious file can run code"
+    )

@@ -64,7 +64,7 @@ def test_every_option_has_a_help_text_and_every_command_an_example():
                 for below in action.choices.values():
                     yield from parsers(below)
 
-    for parser in parsers(build_parser("checkpoints")):
+    for parser in parsers(build_parser()):
         last = not any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
         assert not last or (parser.epilog or "").startswith(f"example: {parser.prog}"), parser.prog
         for action in parser._actions:

@@ -7,14 +7,14 @@ import argparse
 import pytest
 
 from foundry_moe.cli import main
-from foundry_moe.commands.checkpoints import add_parser
+from foundry_moe.commands.parsers import add_checkpoints_parser
 from foundry_moe.launch.user_errors import run_cleanly
 
 
 def tool(*words: object) -> int:
     """Exit code of `foundry-moe checkpoints WORDS`; a mistake in the words raises SystemExit."""
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_checkpoints_parser(parser.add_subparsers())
     arguments = parser.parse_args(["checkpoints", *(str(word) for word in words)])
     return run_cleanly(lambda: arguments.run(arguments))
 
