@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
@@ -123,8 +123,8 @@ def suggests_keys(cls: type[T]) -> type[T]:
 
     @functools.wraps(create)
     def checked(self: T, *arguments: Any, **keys: Any) -> None:
-        if wrong := _mistakes_of_keys(_forms(cls), typing.get_type_hints(cls), keys, cls.__name__):
-            raise TypeError("; ".join(wrong.values()))
+        if wrong := list(_mistakes_of_keys(_forms(cls), typing.get_type_hints(cls), keys, cls.__name__)):
+            raise TypeError("; ".join(wrong))
         create(self, *arguments, **{key: tuple(v) if isinstance(v, list) else v for key, v in keys.items()})
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]
@@ -145,7 +145,7 @@ def checks_keys(where: str) -> Callable[[Init], Init]:
         @functools.wraps(create)
         def checked(self: Any, *arguments: Any, **keys: Any) -> None:
             given = {**dict(zip(forms, arguments, strict=False)), **keys}
-            raise_mistakes(_mistakes_of_keys(forms, hints, given, where).values())
+            raise_mistakes(_mistakes_of_keys(forms, hints, given, where))
             create(self, *arguments, **keys)
 
         return typing.cast(Init, checked)
@@ -165,15 +165,13 @@ def _forms(cls: type) -> dict[str, str | None]:
 
 def _mistakes_of_keys(
     forms: Mapping[str, str | None], hints: Mapping[str, Any], given: Mapping[str, Any], where: str
-) -> dict[str, str]:
+) -> Iterator[str]:
     """A sentence for each key that is not one of `forms`, or whose value has another type than `hints` has."""
-    found = {}
     for key, value in given.items():
         if key not in forms:
-            found[key] = f"{where}.{key} is not a key of {where}; {nearest(key, forms)}"
+            yield f"{where}.{key} is not a key of {where}; {nearest(key, forms)}"
         elif not fits(value, hints[key]):
-            found[key] = f"{where}.{key} must be {forms[key] or _plain(hints[key])}, not {value!r}"
-    return found
+            yield f"{where}.{key} must be {forms[key] or _plain(hints[key])}, not {value!r}"
 
 
 def form(text: str) -> dict[str, str]:
@@ -203,16 +201,19 @@ def fits(value: Any, annotation: Any) -> bool:
     return isinstance(value, annotation) if isinstance(annotation, type) else True
 
 
+# types of YAML's values, in plain words
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "dict": "a mapping",
+    "NoneType": "null",
+}
+
+
 def _plain(annotation: Any) -> str:
     """An annotation in plain words."""
-    names = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "true or false",
-        "dict": "a mapping",
-        "NoneType": "null",
-    }
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_plain(option) for option in typing.get_args(annotation))
     if typing.get_origin(annotation) is Literal:
@@ -222,7 +223,7 @@ def _plain(annotation: Any) -> str:
     if typing.get_origin(annotation) in (dict, Mapping):
         return "a mapping"
     name = getattr(annotation, "__name__", str(annotation))
-    return names.get(name, name)
+    return KINDS.get(name, name)
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) -> T:
@@ -244,13 +245,11 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     forms = _forms(cls)
-    wrong = _mistakes_of_keys(forms, hints, mapping, where)
     missing = [
         name for name, item in known.items() if item.default is item.default_factory is MISSING and name not in mapping
     ]
-    mistakes = list(wrong.values())
-    mistakes += [f"{where}.{name} is missing: give it {forms[name] or _plain(hints[name])}" for name in missing]
-    raise_mistakes(mistakes)
+    mistakes = [f"{where}.{name} is missing: give it {forms[name] or _plain(hints[name])}" for name in missing]
+    raise_mistakes([*_mistakes_of_keys(forms, hints, mapping, where), *mistakes])
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in mapping.items()}
     try:
         return cls(**values)

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.schema import UserError, caught, fits, nearest, one_of, refuse_unknown, section
+from foundry_moe.schema import KINDS, UserError, caught, fits, nearest, one_of, refuse_unknown, section
 
 MPT_VOCABULARY = 50368  # LLM Foundry's default of `vocab_size`
 # names of this package, for a checkout that is not installed
@@ -26,15 +26,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "attention_implementations": ("sdpa",),
 }
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "list": "a list",
-    "dict": "a mapping of keys to values",
-    "null": "null",
-}
+_KINDS = {**KINDS, "list": "a list", "dict": "a mapping of keys to values", "null": "null"}
 _LOSSES = "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy"  # of dmoe_causal_lm
 MPTS = ("mpt_causal_lm", "dmoe_causal_lm")
 # sections whose `name` is an entry of a registry, and sections whose keys are entries of the registry of that name
@@ -194,10 +186,7 @@ def installed_names() -> dict[str, list[str]]:
 
 
 def _kind(value: Any) -> str:
-    for kind, types in (("null", type(None)), ("bool", bool), ("int", int), ("float", float), ("str", str)):
-        if isinstance(value, types):
-            return kind
-    return "dict" if isinstance(value, Mapping) else "list"
+    return "null" if value is None else "dict" if isinstance(value, Mapping) else type(value).__name__
 
 
 def _shape_of(registry: str, name: str) -> Mapping[str, Any] | None:
