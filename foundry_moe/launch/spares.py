@@ -94,12 +94,9 @@ def _store() -> Store:
     timeout = datetime.timedelta(seconds=CONNECT_S)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     # only the launcher's own store outlives a restart; nodes that joined later have counted fewer restarts
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_launchers_store() else ""
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_launchers else ""
     return PrefixStore(f"spares-{start}", store)
-
-
-def _is_launchers_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_as_spare() -> None:
