@@ -55,8 +55,9 @@ def serve() -> None:
         os._exit(0)
     freeze()
     while True:
-        request = _receive(requests)
-        if request is None:
+        with requests.makefile() as lines:
+            request = lines.readline()
+        if not request.endswith("\n"):
             os._exit(0)  # the launcher has ended
         between = os.fork()
         if between:
@@ -64,7 +65,7 @@ def serve() -> None:
             continue
         if os.fork():
             os._exit(0)
-        child = _become(request, launcher)
+        child = _become(json.loads(request), launcher)
         requests.sendall(f"{os.getpid() if child else 0}\n".encode())
         if not child:
             os._exit(1)
@@ -105,17 +106,6 @@ def _become(request: Mapping[str, str], launcher: int) -> bool:
 def _cuda_is_open() -> bool:
     files = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
     return any(file.startswith("/dev/nvidia") for file in files)
-
-
-def _receive(connection: socket.socket) -> dict[str, str] | None:
-    """A line of JSON; None at the end."""
-    data = b""
-    while not data.endswith(b"\n"):
-        more = connection.recv(1 << 16)
-        if not more:
-            return None
-        data += more
-    return json.loads(data)
 
 
 class Forked:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import pickle
 import signal
 import socket
 import sys
@@ -39,7 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from foundry_moe.launch.network import LOOPBACK, local_store
-from foundry_moe.launch.rendezvous_state import decode, encode, from_torch, shared_token, to_torch
+from foundry_moe.launch.rendezvous_state import decode, encode, shared_token
 
 NAME = "foundry"
 PORT = 29500
@@ -54,12 +55,8 @@ class _Client(Store):
     client: Store
 
 
-def _forwarding(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments: getattr(self.client, name)(*arguments)
-
-
 for _name in ("set", "get", "add", "check", "wait", "compare_set", "multi_get"):
-    setattr(_Client, _name, _forwarding(_name))
+    setattr(_Client, _name, lambda self, *arguments, name=_name: getattr(self.client, name)(*arguments))
 
 
 class RestartableBackend(RendezvousBackend):
@@ -83,12 +80,12 @@ class RestartableBackend(RendezvousBackend):
         return found and (self._for_torch(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        stored = encode(from_torch(state), self._key)
+        stored = encode(pickle.loads(state), self._key)  # which torch's handler has pickled in this process
         found = self._ask(lambda: self._backend.set_state(stored, token))
         return found and (self._for_torch(found[0]), *found[1:])
 
     def _for_torch(self, stored: bytes) -> bytes:
-        state = to_torch(decode(stored, self._key))
+        state = pickle.dumps(decode(stored, self._key))  # which torch's handler unpickles in the same call
         self._state = stored
         return state
 

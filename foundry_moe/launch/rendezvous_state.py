@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import json
 import os
-import pickle
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -118,14 +117,3 @@ def _time(value: Any) -> datetime:
         return datetime.fromisoformat(text(value, f"a time of {_WHERE}", most=40))
     except ValueError:
         fail(f"a time of {_WHERE}", value, "a date and time")
-
-
-def to_torch(state: _RendezvousState) -> bytes:
-    """The object that torch's handler takes from its backend and unpickles in the same call."""
-    return pickle.dumps(state)
-
-
-def from_torch(pickled: bytes) -> _RendezvousState:
-    """Reads what torch's handler has pickled in this process. Not for bytes from a store."""
-    state: _RendezvousState = pickle.loads(pickled)
-    return state
