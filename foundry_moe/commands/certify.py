@@ -20,8 +20,8 @@ from foundry_moe.certify import (
     stored_in_safetensors,
 )
 from foundry_moe.checkpoint.dcp_reader import Reader
-from foundry_moe.commands.argument_types import TRUST
 from foundry_moe.commands.chosen_checkpoint import open_folder
+from foundry_moe.commands.parsers import TRUST
 from foundry_moe.schema import UserError, shorten
 
 SHOWN = 5  # units of the first difference

@@ -12,11 +12,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.argument_types import DTYPES
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import Exported, certify
 from foundry_moe.commands.exported_files import Weights, beside, write_targets
+from foundry_moe.commands.parsers import DTYPES
 from foundry_moe.commands.source_files import copy_licences
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users

@@ -27,7 +27,7 @@ from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.strict import shown
-from foundry_moe.commands.argument_types import TRUST
+from foundry_moe.commands.parsers import TRUST
 from foundry_moe.models.pretrained import safetensors_in
 
 PREFIXES = ("state.model.", "model.")  # Composer's, and a common one
