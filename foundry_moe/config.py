@@ -51,16 +51,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": Activation(pointwise="relu", gated=False),
     "relu2": Activation(pointwise="relu2", gated=False),
 }
-BACKENDS = ("auto", "blocksparse", "grouped", "reference")
-INITS = ("auto", "random", "upcycle")
-MEMORY = ("save", "recompute")
-DROPS = ("position", "weight")
-FREEZABLE = ("gate",)
-BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
-ALL_TO_ALL = ("auto", "flat", "hierarchical")
 MATRICES = ("w1", "v1", "w2")
-COMPILE = ("none", "blocks", "auto")
-SIZES = ("exact", "expected")
 MOST_EXPERTS = 4096  # of a layer; the kernels sort no more
 
 
@@ -156,9 +147,9 @@ class MeshConfig:
                 yield f"mesh.{name} ({value}) must be 1 or more, or auto"
         if not self.buffer >= 1:
             yield f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows"
-        yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
-        yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
-        yield from caught(one_of, "mesh.sizes", self.sizes, SIZES)
+        yield from caught(one_of, "mesh.all_to_all", self.all_to_all, (AUTO, "flat", "hierarchical"))
+        yield from caught(one_of, "mesh.compile", self.compile, ("none", "blocks", AUTO))
+        yield from caught(one_of, "mesh.sizes", self.sizes, ("exact", "expected"))
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"
 
@@ -323,15 +314,15 @@ class MoEConfig:
             yield "shared_expert_gate (true) needs a shared expert: set shared_expert_hidden_size"
         for name, known in (
             ("activation", [AUTO, *ACTIVATIONS]),
-            ("backend", BACKENDS),
-            ("init", INITS),
-            ("memory", MEMORY),
-            ("balance_over", BALANCE_OVER),
-            ("drop", DROPS),
+            ("backend", (AUTO, "blocksparse", "grouped", "reference")),
+            ("init", (AUTO, "random", "upcycle")),
+            ("memory", ("save", "recompute")),
+            ("balance_over", ("sequence", "rank", "group", "microbatch", "batch")),
+            ("drop", ("position", "weight")),
         ):
             yield from caught(one_of, name, getattr(self, name), known)
         for part in self.freeze:
-            yield from caught(one_of, "freeze", part, FREEZABLE)
+            yield from caught(one_of, "freeze", part, ("gate",))
         yield from caught(self.check_mesh)
         yield from self._lora_mistakes()
         if self.init_std <= 0:

@@ -30,8 +30,6 @@ SECOND_S = 1.0  # within this time, a SIGINT is the launcher's or a parent's cop
 SLACK_S = 3.0  # beyond `grace`, for the exit after the save
 DEFAULTS = CheckpointConfig(folder="unknown")
 PROC = Path("/proc")
-_OURS = "foundry_moe.launch"
-_COMMAND = "foundry-moe"  # `foundry-moe train`
 # Composer's and torch's launchers print exit codes and tracebacks once their processes have ended, so the last line is
 # printed by a process that waits for the rank (its parent) and then, for at most `_WAIT_S`, for the launcher
 _PRINT_LAST = """
@@ -44,7 +42,7 @@ while os.path.exists(f"/proc/{launcher}") and time.monotonic() < end:
     time.sleep(0.02)
 print(text, file=sys.stderr, flush=True)
 """
-_WAIT_S = {_OURS: 0.4, _COMMAND: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
+_WAIT_S = {"foundry_moe.launch": 0.4, "foundry-moe": 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
 
 _code: int | None = None  # of a process that is leaving
 _last_line = ""
