@@ -19,17 +19,6 @@ EXIT_CODES = (
     "and saved; 130 a run that a second Ctrl-C ended"
 )
 
-PARSERS = (
-    parsers.add_check_parser,
-    parsers.add_train_parser,
-    parsers.add_verify_parser,
-    parsers.add_certify_parser,
-    parsers.add_plan_parser,
-    parsers.add_loads_parser,
-    parsers.add_export_parser,
-    parsers.add_checkpoints_parser,
-)
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code."""
@@ -40,8 +29,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in PARSERS:
-        add(commands)
+    parsers.add_check_parser(commands)
+    parsers.add_train_parser(commands)
+    parsers.add_verify_parser(commands)
+    parsers.add_certify_parser(commands)
+    parsers.add_plan_parser(commands)
+    parsers.add_loads_parser(commands)
+    parsers.add_export_parser(commands)
+    parsers.add_checkpoints_parser(commands)
     return parser
 
 
