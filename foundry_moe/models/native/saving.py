@@ -10,11 +10,10 @@ it, without strict names.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -186,30 +185,15 @@ def _native_model(converted: nn.Module) -> Any:
             f"transformers {transformers.__version__} names and packs experts in another way; use transformers 4"
         )
     native = native_of_model(converted)
-    with _empty_weights():
+    from transformers.modeling_utils import init_empty_weights  # which transformers 5 lacks
+
+    with init_empty_weights(include_buffers=False):  # a state dict does not hold all buffers
         model = getattr(transformers, native.family.architecture)(native.config)
     buffers = {plain_name(name): buffer for name, buffer in converted.named_buffers()}
     model.load_state_dict = partial(_load_ours, model, native, buffers)
     # FSDP2's classes call it once more, with the converted model's configuration
     model.__init__ = lambda *_, **__: None
     return model
-
-
-@contextlib.contextmanager
-def _empty_weights() -> Iterator[None]:
-    """Parameters are made on the meta device. Buffers are real: a state dict does not hold all of them."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _load_ours(
