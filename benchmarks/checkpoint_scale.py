@@ -24,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
-from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest, build_manifest
 from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
 from foundry_moe.checkpoint.store import PART_BYTES
@@ -122,7 +121,7 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     random = np.random.default_rng(0)  # as incompressible as real hashes
     hashes = {rank: random.integers(2**63, size=len(plan.blocks), dtype=np.uint64) for rank, plan in placed.items()}
     began = time.perf_counter()
-    info = {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
+    info = {"step": 0, "attempt": "steps/000000000000/20260101T000000-00000000", "world_size": len(placed)}
     names = list(flat.tensors)
     rows = {rank: (plan.size_bytes, plan.rows(names, hashes[rank])) for rank, plan in placed.items()}
     manifest = build_manifest(described, rows, flat.values, info)

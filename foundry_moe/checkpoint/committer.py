@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
-from foundry_moe.checkpoint.ledger import Ledger, is_finite, new_attempt
+from foundry_moe.checkpoint.ledger import Ledger, is_finite
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Identity, Lease, Owners
 from foundry_moe.checkpoint.records import ATTEMPT, Commit, CommitKey, file_hash
@@ -68,8 +68,8 @@ class Committer:
             summary: written to the record alone.
         """
         self.check_owner()
-        name = new_attempt(where.step)
-        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        now = time.gmtime()
+        name = f"steps/{where.step:012d}/{time.strftime('%Y%m%dT%H%M%S', now)}-{secrets.token_hex(4)}"
         self._recording, self._made = False, None
         self.info = {**info, "step": where.step, "attempt": name}
         self.attempt = Commit(
@@ -77,7 +77,7 @@ class Committer:
             attempt=name,
             nonce=secrets.token_hex(8),
             forked_from=forked_from,
-            summary={**(summary or {}), "saved": saved, **info},
+            summary={**(summary or {}), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", now), **info},
         )
         return name
 

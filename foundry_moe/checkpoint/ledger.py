@@ -7,8 +7,6 @@ is created; record, then data when it is deleted (`committer.Retention`).
 from __future__ import annotations
 
 import contextlib
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,11 +17,6 @@ from foundry_moe.checkpoint.records import RECORD_BYTES, Commit, CommitKey, file
 from foundry_moe.checkpoint.store import Store
 
 _damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store: see `Ledger.damaged`
-
-
-def new_attempt(step: int) -> str:
-    """The folder of one attempt to save `step`. Only rank 0 chooses it, so that attempts never mix."""
-    return f"steps/{step:012d}/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, kw_only=True)
