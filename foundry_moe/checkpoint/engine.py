@@ -323,13 +323,9 @@ class CheckpointEngine:
                 continue
             if self._other_model is not None:
                 raise self._other_model
-            self._retain(found.commit.where)
+            if self._committer.lease is not None and not self.busy:  # this process may save
+                self._committer.retain(found.commit.where)  # `keep` may be lower than in the process before
             return loaded
-
-    def _retain(self, loaded: CommitKey) -> None:
-        """Retention by a `keep` that may be lower than that of the process before, if this process may save."""
-        if self._committer.lease is not None and not self.busy:
-            self._committer.retain(loaded)
 
     def _load_from(
         self, found: Found, state_dict: Mapping[str, Any], rejected: list[str], sections: Collection[str] | None
