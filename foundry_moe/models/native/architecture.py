@@ -82,10 +82,11 @@ class Architecture:
             num_layers = integer(found["num_layers"], f"{within}.num_layers", least=1, most=MOST_LAYERS)
             layers = sequence(found["layers"], f"{within}.layers")
             layers = [integer(layer, f"an index in {within}.layers", most=num_layers - 1) for layer in layers]
-            texts = {name: text(found.get(name, ""), f"{within}.{name}") for name in ("prefix", "tokenizer", "source")}
-            state, generation = (
-                mapping(found.get(name, {}), f"{within}.{name}") for name in ("tokenizer_state", "generation")
-            )
+            rest: dict[str, Any] = {}
+            for name in ("prefix", "tokenizer", "source"):
+                rest[name] = text(found.get(name, ""), f"{within}.{name}")
+            for name in ("tokenizer_state", "generation"):
+                rest[name] = mapping(found.get(name, {}), f"{within}.{name}")
         except DamagedError as error:
             raise UserError(str(error)) from None
         check_configuration(config, f"{within}.config")
@@ -94,11 +95,7 @@ class Architecture:
             experts=from_mapping(MoEConfig, found["experts"], f"{where}: experts"),
             layers=tuple(layers),
             num_layers=num_layers,
-            prefix=texts["prefix"],
-            tokenizer=texts["tokenizer"],
-            tokenizer_state=state,
-            generation=generation,
-            source=texts["source"],
+            **rest,
         )
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
