@@ -133,8 +133,8 @@ def shape(value: Any, where: str, itemsize: int = 1) -> tuple[int, ...]:
     return sizes
 
 
-def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndarray:
-    """A list of `count` integers from 0 to `most`, as int64."""
+def integers(value: Any, where: str, count: int) -> np.ndarray:
+    """A list of `count` integers from 0 to `MOST`, as int64."""
     numbers = sequence(value, where, count)
     if not numbers:
         return np.empty(0, dtype=np.int64)
@@ -144,8 +144,8 @@ def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndar
         raise DamagedError(f"{where} is not a list of integers") from error
     if array.dtype != np.int64 or array.ndim != 1:
         raise DamagedError(f"{where} is not a list of integers")
-    if array.min() < 0 or array.max() > most:
-        raise DamagedError(f"{where} holds integers that are not from 0 to {most}")
+    if array.min() < 0 or array.max() > MOST:
+        raise DamagedError(f"{where} holds integers that are not from 0 to {MOST}")
     return array
 
 
