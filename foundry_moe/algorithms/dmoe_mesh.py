@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,6 +195,7 @@ def count_samples(batch: Any) -> int | None:
     return None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MeshGradients(Algorithm):
     """Gradients of a model on a mesh: averaged over replicas once per batch, and clipped by one norm over all meshes.
 
@@ -212,25 +214,16 @@ class MeshGradients(Algorithm):
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
 
-    def __init__(
-        self,
-        *,
-        replicated: bool,
-        keeps_weights: bool = False,
-        adds: bool = True,
-        sent_in: torch.dtype | None = None,
-        divides_experts: bool = False,
-        clipping_type: str | None = None,
-        clipping_threshold: float = 0.0,
-    ) -> None:
-        self.replicated = replicated
-        self.keeps_weights = keeps_weights
-        self.adds = adds
-        self.sent_in = sent_in
-        self.divides_experts = divides_experts
+    replicated: bool
+    keeps_weights: bool = False
+    adds: bool = True
+    sent_in: torch.dtype | None = None
+    divides_experts: bool = False
+    clipping_type: str | None = None
+    clipping_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
         self._messages: dict[nn.Module, GradientMessages] = {}
-        self.clipping_type = clipping_type
-        self.clipping_threshold = clipping_threshold
         # modules whose gradients are added up. Chosen before the first batch, while their parameters are sharded, and
         # after its first forward pass, which gathers them
         self._adding: set[nn.Module] | None = None
