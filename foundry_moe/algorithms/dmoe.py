@@ -20,8 +20,6 @@ from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.schema import UserError, from_mapping, takes_keys_of, with_keys
 
-__all__ = ["DMoE", "apply_dmoe"]
-
 
 @with_keys(MoEConfig)
 class DMoE(Algorithm):
