@@ -36,8 +36,6 @@ def load_elsewhere(is_ours: Callable[[str], bool], load: Callable[[str, bool, li
     def restore() -> None:
         trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint = create, original
 
-    trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint = (
-        create_object_store,
-        load_checkpoint,
-    )
+    trainer.maybe_create_object_store_from_uri = create_object_store
+    trainer.checkpoint.load_checkpoint = load_checkpoint
     return restore
