@@ -28,6 +28,7 @@ from foundry_moe.callbacks.elastic_state import (
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, start_from
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.collective_errors import Ranks
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.checkpoint.store import folder_problem
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
@@ -96,16 +97,10 @@ class ElasticCheckpoint(Callback):
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise UserError(f"{WHERE} is there twice: one run has one folder")
         store = open_store(self.config.folder, self.config.store_options)
-        failures: list[tuple[type[Exception], str] | None] = [None]
-        if dist.get_global_rank() == 0:
-            try:
-                store.check()
-            except (StoreError, OSError) as error:
-                failures = [(type(error), str(error))]
-        dist.broadcast_object_list(failures)
-        if failures[0] is not None:  # on one rank alone it would end the others with an error of their connection
-            kind, sentence = failures[0]
-            raise_on_all_ranks(kind(sentence))
+        try:
+            Ranks(self._watch.group()).first(store.check)
+        except (StoreError, OSError) as error:
+            raise_on_all_ranks(error)
 
     def has_commits(self) -> bool:
         """Whether all weights of this run come from a commit. Collective; rank 0 looks."""

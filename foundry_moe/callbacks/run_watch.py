@@ -17,6 +17,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe
+from foundry_moe.checkpoint.collective_errors import Ranks
 from foundry_moe.launch.ending import OutliveSignals, StopSignals
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
@@ -136,10 +137,7 @@ class RunWatch:
 
     def describe(self) -> str:
         """Collective. How many batches were not finite, from which on, and where it began."""
-        found: list[Finding | None] = [self._first_bad]
-        if self._group is not None:
-            found = [None] * torch_dist.get_world_size(self._group)
-            torch_dist.all_gather_object(found, self._first_bad, group=self._group)
+        found: list[Finding | None] = Ranks(self._group).decide(lambda: self._first_bad, list)
         batch, where = describe([finding or Finding(batch=0) for finding in found], self._order)
         if self.bad_batches == 1:
             return f"batch {batch} was not finite: {where}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from foundry_moe.checkpoint.collective_errors import Ranks
 from foundry_moe.checkpoint.layout import Box, layout_of
 from foundry_moe.checkpoint.training_state import local_part
 from foundry_moe.schema import WRAPPERS
@@ -28,14 +29,9 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
     """The digest of names, dtypes, shapes and values. Collective over the group."""
-    world_size = 1 if group is None else dist.get_world_size(group)
-    rank = dist.get_rank() if world_size > 1 else 0
-    total = sum(_digest(name, tensor, rank, world_size) for name, tensor in tensors.items())
-    if group is not None and world_size > 1:
-        parts: list[int] = [0] * world_size
-        dist.all_gather_object(parts, total, group=group)
-        total = sum(parts)
-    return f"{total % 2**64:016x}"
+    ranks = Ranks(group)
+    total = sum(_digest(name, tensor, ranks.rank, ranks.size) for name, tensor in tensors.items())
+    return f"{ranks.decide(lambda: total, lambda totals: sum(totals)) % 2**64:016x}"
 
 
 def _digest(name: str, tensor: Tensor, rank: int, world_size: int) -> int:
