@@ -174,24 +174,20 @@ def build_manifest(
             blocks[name].append((box, len(objects), start, digest))
         if size_bytes:
             objects.append((object_key(rank), size_bytes))
-    entries = {
-        name: _entry_of(str(dtype).removeprefix("torch."), shape, sorted(blocks[name]))
-        for name, (dtype, shape) in tensors.items()
-    }
+    entries = {}
+    for name, (dtype, shape) in tensors.items():
+        mine = sorted(blocks[name])
+        dims = (len(mine), len(shape))
+        entries[name] = TensorEntry(
+            dtype=str(dtype).removeprefix("torch."),
+            shape=shape,
+            offsets_BN=np.array([box[0] for box, *_ in mine], dtype=np.int64).reshape(dims),
+            sizes_BN=np.array([box[1] for box, *_ in mine], dtype=np.int64).reshape(dims),
+            object_B=np.array([block[1] for block in mine], dtype=np.int64),
+            start_B=np.array([block[2] for block in mine], dtype=np.int64),
+            hash_B=np.array([block[3] for block in mine], dtype=np.uint64),
+        )
     return Manifest(info=info, objects=objects, tensors=entries, values=values)
-
-
-def _entry_of(dtype: str, shape: tuple[int, ...], blocks: list[tuple[Box, int, int, int]]) -> TensorEntry:
-    dims = (len(blocks), len(shape))
-    return TensorEntry(
-        dtype=dtype,
-        shape=shape,
-        offsets_BN=np.array([box[0] for box, *_ in blocks], dtype=np.int64).reshape(dims),
-        sizes_BN=np.array([box[1] for box, *_ in blocks], dtype=np.int64).reshape(dims),
-        object_B=np.array([block[1] for block in blocks], dtype=np.int64),
-        start_B=np.array([block[2] for block in blocks], dtype=np.int64),
-        hash_B=np.array([block[3] for block in blocks], dtype=np.uint64),
-    )
 
 
 def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
