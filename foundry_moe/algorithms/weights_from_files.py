@@ -17,13 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.models.pretrained import (
-    SafetensorsFolder,
-    check_names,
-    materialize,
-    read_pretrained,
-    safetensors_in,
-)
+from foundry_moe.models.pretrained import SafetensorsFolder, check_names, materialize, read_pretrained, safetensors_in
 
 
 def describe_weights(config: dict[str, Any]) -> dict[str, Any]:

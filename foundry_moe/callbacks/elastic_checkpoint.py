@@ -19,12 +19,7 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.composer_checkpoints import load_elsewhere
 from foundry_moe.callbacks.data_order import enter_datamix, fix_order
-from foundry_moe.callbacks.elastic_state import (
-    check_storable,
-    continue_progress_bars,
-    reseed,
-    restore_optimizers,
-)
+from foundry_moe.callbacks.elastic_state import check_storable, continue_progress_bars, reseed, restore_optimizers
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, start_from
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
