@@ -12,24 +12,19 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import refuse_other_parallelism
-from foundry_moe.layers.forward_pass import (
-    ForwardPass,
-    Replay,
-    by_sequence,
-    count_targets,
-    inherit,
-    read_call,
-    read_mask,
-)
+from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
+
+if TYPE_CHECKING:
+    from foundry_moe.layers.replay import PassChoices
 
 Result = TypeVar("Result")
 _TWICE = object()  # kept by a pass in which two calls gave one key
@@ -128,7 +123,7 @@ class BatchContext:
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
         self.batch_counts: dict[tuple[int, str], Tensor] = {}  # by layer and loss, of a whole batch; see `count_ahead`
-        self.replay: Callable[[], Replay] | None = None  # of a pass that begins; set by `replay_choices`
+        self.replay: Callable[[], PassChoices] | None = None  # of a pass that begins; set by `replay_choices`
         self.has_losses = False
         self._counting = False
         self._pass: ForwardPass | None = None  # that runs, or is recomputed
@@ -211,7 +206,7 @@ class BatchContext:
         return run
 
     @property
-    def replayed(self) -> Replay | None:
+    def replayed(self) -> PassChoices | None:
         """The choices that the pass which runs, or is recomputed, replays."""
         return None if self._pass is None else self._pass.replay
 

@@ -9,26 +9,19 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, Signature
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 
+if TYPE_CHECKING:
+    from foundry_moe.layers.replay import PassChoices
+
 _MASKED = -1e4  # an additive mask is at most this where nothing is attended to
 _IGNORED = -100  # the label of a position without a target
-
-
-class Replay(Protocol):
-    """The replayed choices of one forward pass, see `layers/replay.py`."""
-
-    def take(self, layer: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """experts_TK, and weights_TK where these are replayed, too."""
-
-    def restart(self) -> None:
-        """The pass is run once more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +47,7 @@ class ForwardPass:
     progress: Progress | None = None
     batch_counts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     auxiliary_scale: Tensor | None = None
-    replay: Replay | None = None
+    replay: PassChoices | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
     around: ForwardPass | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +71,8 @@ class _Choices:
         self.experts_TLK, self.weights_TLK = experts_TLK, weights_TLK
         self.taken = 0
 
-    def begin_pass(self) -> _PassChoices:
-        return _PassChoices(self)
 
-
-class _PassChoices:
+class PassChoices:
     """The choices of one forward pass: the next tokens of all, as many as its first layer has."""
 
     def __init__(self, choices: _Choices) -> None:
@@ -84,7 +82,7 @@ class _PassChoices:
 
     @torch.compiler.disable
     def take(self, layer: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """See `foundry_moe.layers.forward_pass.Replay`."""
+        """experts_TK, and weights_TK where these are replayed, too."""
         choices = self.choices
         held = len(choices.experts_TLK)
         if self.tokens is None:
@@ -106,7 +104,7 @@ class _PassChoices:
         return choices.experts_TLK[at].to(device).long(), None if weights_TLK is None else weights_TLK[at].to(device)
 
     def restart(self) -> None:
-        """See `foundry_moe.layers.forward_pass.Replay`."""
+        """The pass is run once more."""
         self.seen.clear()
 
 
@@ -165,7 +163,7 @@ def replay_choices(
     contexts = {layer.context: layer.context.replay for layer in layers}
     parts = [_Choices(layers, experts_TLK, weights) for _ in contexts]
     for context, part in zip(contexts, parts, strict=True):
-        context.replay = part.begin_pass
+        context.replay = partial(PassChoices, part)
     try:
         yield
     finally:
