@@ -68,12 +68,7 @@ class LowRank(NamedTuple):
 
 def gathers(x_TD: Tensor, hidden: int) -> bool:
     """Whether products of experts of this width can gather these tokens themselves, and gain by it."""
-    return (
-        hidden <= GATHER_UP_TO
-        and x_TD.shape[1] in _GATHER_WIDTHS
-        and supported(x_TD)
-        and descriptors.device_supported(x_TD.device)
-    )
+    return hidden <= GATHER_UP_TO and x_TD.shape[1] in _GATHER_WIDTHS and supported(x_TD)
 
 
 def copies(tokens: Tokens) -> bool:
@@ -306,19 +301,13 @@ def up(
     tile = tile or _pick("up2" if planes == 2 else "up1", rows, n, k)
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_YRF = weights[0].new_empty(planes, rows.num_rows, n)
-    if planes == 1:
-        weights, transposed = row_major(weights, True)
-        arguments, constants = _rows_arguments(
-            a, weights, rows, n, transposed=transposed, tile=tile, c_YRN=z_YRF, low=low
-        )
-        launch(*arguments, **constants)
-        return z_YRF, activate(z_YRF, rows.offsets_E, activation)
-    h_RF = weights[0].new_empty(rows.num_rows, n)
+    h_RF = weights[0].new_empty(rows.num_rows, n) if planes == 2 else None
+    weights, transposed = (weights, True) if planes == 2 else row_major(weights, True)
     arguments, constants = _rows_arguments(
-        a, weights, rows, n, transposed=True, tile=tile, c_YRN=z_YRF, h_RN=h_RF, activation=activation, low=low
+        a, weights, rows, n, transposed=transposed, tile=tile, c_YRN=z_YRF, h_RN=h_RF, activation=activation, low=low
     )
     launch(*arguments, **constants)
-    return z_YRF, h_RF
+    return z_YRF, activate(z_YRF, rows.offsets_E, activation) if h_RF is None else h_RF
 
 
 def down_backward_(
