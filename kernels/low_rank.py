@@ -370,15 +370,6 @@ def outer(
     return made, None if partial is None else torch.sum(partial, 0)
 
 
-class Hidden(NamedTuple):
-    """Results of `hidden_backward_`: fp32 gradients, db [Y, E, F, rank] and da [E, F, rank]; v [R, Y * L]; dots."""
-
-    db: Tensor
-    da: Tensor
-    v_RL: Tensor
-    dots: Tensor | None
-
-
 def hidden_backward_(
     dh_RF: Tensor,
     z_YRF: Tensor,
@@ -392,7 +383,7 @@ def hidden_backward_(
     activation: str,
     weights_TK: Tensor | None,
     source_R: Tensor,
-) -> Hidden:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The backward pass of the activation and its adapters' products, in two launches. z_YRF becomes its gradient dz.
 
     Args:
@@ -402,8 +393,8 @@ def hidden_backward_(
         b_YEFL: B of the up products as `LowRank` has them: [Y, E, F, Y * L], of plane p in columns p * L and on.
 
     Returns:
-        db: of dz and u, times scale. da: of h, weighted, and v_down. v_RL: dz B. dots: fp32 [chunks, R], which add up
-        to the gradient of each row's weight.
+        db: fp32 [Y, E, F, rank], of dz and u, times scale. da: fp32 [E, F, rank], of h, weighted, and v_down. v_RL:
+        dz B, [R, Y * L]. dots: fp32 [chunks, R], which add up to the gradient of each row's weight.
     """
     planes, num_rows, width = z_YRF.shape
     columns, experts = v_down_RL.shape[1], b_YEFL.shape[1]
@@ -429,4 +420,4 @@ def hidden_backward_(
         z_YRF, u_RL, b_YEFL, partial, db, rows.offsets_E, num_rows, width, rank, db[0].numel(), float(scale),
         PLANES=planes, L=columns, **_options(PLANES_OUTER, width),
     )  # fmt: skip
-    return Hidden(db, da, torch.sum(partial, 0), dots)
+    return db, da, torch.sum(partial, 0), dots

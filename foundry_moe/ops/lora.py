@@ -149,21 +149,21 @@ def _backward_(
         transposed=False, low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
     )  # fmt: skip
     del dy_RD
-    hidden = hidden_backward_(
+    d_up_b, d_down_a, v_RL, dots = hidden_backward_(
         dh_RF, z_YRF, kept.u_RL, down_v_RL, packed.up_b, ragged, rank,
         scale=frozen.scale, activation=plan.activation, **weighted,
     )  # fmt: skip
     del dh_RF
-    d_up_a, _ = outer(as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_YRF))
+    d_up_a, _ = outer(as_tokens(x_TD, plan), v_RL, ragged, rank, planes=len(z_YRF))
     dx_TD = x_TD.new_empty(0)
     if needs_dx:
-        low = LowRank(a_RL=hidden.v_RL, b=packed.up_a[None])
+        low = LowRank(a_RL=v_RL, b=packed.up_a[None])
         dx_RD = hopper.rows_product(z_YRF, planes_of(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
     dweights_TK = dy_TD.new_empty(0)
-    if weights_TK is not None and hidden.dots is not None:
-        dweights_TK = permute_kernels.gather_dots(hidden.dots, plan.row_TK, weights_TK.dtype)
-    return dx_TD, dweights_TK, d_up_a, hidden.db, hidden.da, d_down_b[0]
+    if weights_TK is not None and dots is not None:
+        dweights_TK = permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
+    return dx_TD, dweights_TK, d_up_a, d_up_b, d_down_a, d_down_b[0]
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
