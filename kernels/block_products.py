@@ -195,17 +195,16 @@ def sdd(
 
 def dsd(
     values: Tensor, b_KC: Tensor, index: BlockIndex, *, transposed: bool = False, tf32: bool = False,
-    tile: SparseTile | None = None, out: Tensor | None = None,
+    tile: SparseTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """S b, or Sᵀ b: dense [M B, C] ([N B, C]). b, and `out` if given, may lie transposed in memory; the sums are fp32.
+    """S b, or Sᵀ b: dense [M B, C] ([N B, C]). b may lie transposed in memory; the sums are fp32.
 
     DDS is its transpose: a S = (Sᵀ aᵀ)ᵀ.
     """
     block, columns = index.block, b_KC.shape[1]
     rows, inner = reversed(index.shape) if transposed else index.shape
     assert values.shape == (index.blocks, block, block) and values.is_contiguous() and b_KC.shape[0] == inner
-    if out is None:
-        out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
+    out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
     if out.numel():
         b_KC = _strided(b_KC)
         tile = tile or choose(
