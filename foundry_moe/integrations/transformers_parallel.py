@@ -37,7 +37,6 @@ from foundry_moe.schema import UserError
 
 __all__ = ["clip_grad_norm_", "parallelize", "save_pretrained"]
 
-AUX_LOSS = ("rank", "all")
 INDEX = "model.safetensors.index.json"
 
 
@@ -77,7 +76,7 @@ def parallelize(
             neither the job nor the experts, or a folder without all weights.
         ImportError: transformers is missing, or older than 5.
     """
-    if aux_loss not in AUX_LOSS:
+    if aux_loss not in ("rank", "all"):
         raise UserError(f"aux_loss ({aux_loss!r}) must be 'rank' or 'all'")
     mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -80,7 +80,7 @@ def expert_mlp(
         x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
     dtype = x_TD.dtype
     backend = choose_backend(backend, x_TD.device, dtype)
-    aligned = _aligned(x_TD, weights[2], widths)
+    aligned = all(width % ALIGN == 0 for width in (x_TD.shape[1], weights[2].shape[-1], *(widths or ())))
     read, copied = weights, False  # read: by products
     if autocast:
         # kernels write the gradients of fp32 weights in fp32 themselves
@@ -198,10 +198,6 @@ def _check(
         raise ValueError(f"the plan is for {plan.num_experts} experts, the weights for {experts}")
     if activation not in POINTWISE:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
-
-
-def _aligned(x_TD: Tensor, w2: Tensor, widths: Sequence[int] | None) -> bool:
-    return all(width % ALIGN == 0 for width in (x_TD.shape[1], w2.shape[-1], *(widths or ())))
 
 
 def _padded(

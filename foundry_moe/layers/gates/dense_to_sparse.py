@@ -69,7 +69,9 @@ class DenseToSparseGate(LinearGate):
             if most:
                 counted_TK, counts_E = experts_TK, count_choices(experts_TK, self.num_experts, context.mask_T)
             else:
-                counted_TK, counts_E = _every_choice(ranked_TE), masked_sum((ranked_TE >= 0).long(), context.mask_T)
+                chosen_TE = ranked_TE >= 0
+                counted_TK = torch.where(chosen_TE, torch.arange(self.num_experts, device=x_TD.device), -1)
+                counts_E = masked_sum(chosen_TE.long(), context.mask_T)
             losses = self.common_losses(logits_TE, None, counts_E, context, counted_TK, selection)
         if not most:
             experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
@@ -97,8 +99,3 @@ class DenseToSparseGate(LinearGate):
         best_T1 = topk(given_TE, 1)[1]
         chosen_TE = (given_TE > self.config.threshold).scatter_(1, best_T1, True)
         return soft_TE, given_TE.masked_fill(~chosen_TE, -1)
-
-
-def _every_choice(ranked_TE: Tensor) -> Tensor:
-    """int64 [T, E]: each expert's index where it is chosen, -1 elsewhere."""
-    return torch.arange(ranked_TE.shape[1], device=ranked_TE.device).expand_as(ranked_TE).masked_fill(ranked_TE < 0, -1)
