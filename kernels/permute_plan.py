@@ -119,6 +119,13 @@ def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = 
     return totals_E
 
 
+def new_results(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Memory for the results of `plan_permute`."""
+    choices = experts_TK.shape
+    shapes = choices, (num_experts,), (num_experts,), (experts_TK.numel(),), choices
+    return tuple([experts_TK.new_empty(shape, dtype=torch.int32) for shape in shapes])
+
+
 def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows of every choice, sorted by expert, then by assignment t * K + k.
 
@@ -133,18 +140,12 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")
     compile_first("plan_permute", lambda: plan_permute(experts_TK, num_experts))
-    device = experts_TK.device
     assignments = experts_TK.numel()
     blocks = cdiv(assignments, BLOCK)
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=device)
-
-    totals_E, offsets_E, source_R = new(num_experts), new(num_experts), new(assignments)
-    experts_out, row_TK = new(*experts_TK.shape), new(*experts_TK.shape)
+    experts_out, totals_E, offsets_E, source_R, row_TK = new_results(experts_TK, num_experts)
     if assignments == 0:
         return experts_out, totals_E.zero_(), offsets_E.zero_(), source_R, row_TK
-    counts_EN = new(num_experts, blocks)
+    counts_EN = experts_TK.new_empty(num_experts, blocks, dtype=torch.int32)
     summed = counts_EN.numel() > _SUMMED_FROM
     _count(experts_TK, None, counts_EN, totals_E if summed else None)
     launch(

@@ -103,10 +103,10 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores of each token, largest first, ties towards the lower expert: fp32 [T, K] and int64 [T, K].
 
     Args:
-        scores_TE: fp32, bf16 or fp16, contiguous.
+        scores_TE: fp32, bf16 or fp16.
         k: 1 to E.
     """
-    assert scores_TE.is_contiguous()
+    scores_TE = scores_TE.contiguous()
     if k >= _SORTED:
         return ranked(scores_TE, k, absent_below_zero=False)
     tokens, experts = scores_TE.shape

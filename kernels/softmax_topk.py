@@ -236,6 +236,22 @@ def _blocks(experts: int, k: int, elements: int, tokens: int) -> tuple[int, int,
     return max(1, min(elements // wide, tokens)), wide, next_power_of_2(k)
 
 
+def new_results(logits_TE: Tensor, rule: Rule, *_: Tensor | None) -> tuple[Tensor, ...]:
+    """Memory for the results of `softmax_topk`, in its dtypes and shapes."""
+    tokens, experts = logits_TE.shape
+    size = experts if rule.statistics else 0
+    return (
+        logits_TE.new_empty(tokens, rule.k),
+        logits_TE.new_empty(tokens, rule.k, dtype=torch.int64),
+        logits_TE.new_empty(0 if rule.stream is None else tokens, rule.k, dtype=torch.int32),
+        logits_TE.new_empty(size),
+        logits_TE.new_empty(size, dtype=torch.int64),
+        logits_TE.new_empty(() if rule.statistics else 0),
+        logits_TE.new_empty(int(rule.statistics)),
+        logits_TE.new_empty(() if rule.with_balance else 0),
+    )
+
+
 def softmax_topk(
     logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -256,30 +272,19 @@ def softmax_topk(
     logits_TE = logits_TE.contiguous()
     compile_first("softmax_topk", lambda: _forward_and_backward(logits_TE, rule, mask_T, keys_T))
     tokens, experts = logits_TE.shape
-    device = logits_TE.device
     k, statistics, with_balance = rule.k, rule.statistics, rule.with_balance
-    random = rule.stream is not None
     block, wide, columns = _blocks(experts, k, _ELEMENTS, _TOKENS)
     programs = cdiv(tokens, block)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    weights_TK, experts_TK = new(tokens, k), new(tokens, k, dtype=torch.int64)
-    wanted_TK = new(tokens if random else 0, k, dtype=torch.int32)
-    size = experts if statistics else 0
-    mean_E, counts_E = new(size), new(size, dtype=torch.int64)
-    z, number = new(*([] if statistics else [0])), new(int(statistics))
-    loss = new(*([] if with_balance else [0]))
+    weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss = new_results(logits_TE, rule)
     if tokens == 0:
         nothing = mean_E.zero_(), counts_E.zero_(), z.zero_(), number.fill_(1), loss.zero_()
         return weights_TK, experts_TK, wanted_TK, *nothing
-    sums = new(programs, 2 * experts + _EXTRA) if statistics else weights_TK
+    sums = logits_TE.new_empty(programs, 2 * experts + _EXTRA) if statistics else weights_TK
     mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
     launch(
         _softmax_topk_kernel, (programs,),
         logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
-        K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=random,
+        K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=rule.stream is not None,
         MASKED=mask is not None, STATISTICS=statistics, EXTRA=_EXTRA, TOKENS=block, EXPERTS=wide, num_warps=8,
     )  # fmt: skip
     if statistics and programs * wide <= _SUMMED_AT_ONCE:

@@ -107,15 +107,7 @@ def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     )
 
 
-def _plan_fake(experts_TK, num_experts):  # type: ignore[no-untyped-def]
-    def new(*shape):  # type: ignore[no-untyped-def]
-        return experts_TK.new_empty(shape, dtype=torch.int32)
-
-    shape = experts_TK.shape
-    return new(*shape), new(num_experts), new(num_experts), new(experts_TK.numel()), new(*shape)
-
-
-_plan = twins("plan_permute", triton=plan_kernels.plan_permute, plain=_plan_plain, fake=_plan_fake)
+_plan = twins("plan_permute", triton=plan_kernels.plan_permute, plain=_plan_plain, fake=plan_kernels.new_results)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -62,10 +62,6 @@ def _fake(scores_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
 
 
-def _topk_triton(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return kernels.topk(scores_TE.contiguous(), k)
-
-
 def _topk_plain(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
     return sorted_TE[:, :k], experts_TE[:, :k]
@@ -110,7 +106,7 @@ def _backward(ctx: Any, dvalues_TK: Tensor | None, _: Tensor | None) -> tuple[Te
     return _spread(dvalues_TK, experts_TK, ctx.num_experts), *[None] * ctx.extra
 
 
-_topk = twins("topk", triton=_topk_triton, plain=_topk_plain, fake=_fake, takes=_takes, save=_save, backward=_backward)
+_topk = twins("topk", triton=kernels.topk, plain=_topk_plain, fake=_fake, takes=_takes, save=_save, backward=_backward)
 pack = twins(
     "pack",
     triton=_pack_triton,

@@ -146,21 +146,6 @@ def _balance_plain(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, None]:
     return mean_E.shape[0] * (share_E * mean_E).sum(), None
 
 
-def _fake(logits_TE, rule, mask_T, keys_T):  # type: ignore[no-untyped-def]
-    tokens, experts = logits_TE.shape
-    size = experts if rule.statistics else 0
-    return (
-        logits_TE.new_empty(tokens, rule.k),
-        logits_TE.new_empty(tokens, rule.k, dtype=torch.int64),
-        logits_TE.new_empty(0 if rule.stream is None else tokens, rule.k, dtype=torch.int32),
-        logits_TE.new_empty(size),
-        logits_TE.new_empty(size, dtype=torch.int64),
-        logits_TE.new_empty(() if rule.statistics else 0),
-        logits_TE.new_empty(int(rule.statistics)),
-        logits_TE.new_empty(() if rule.with_balance else 0),
-    )
-
-
 _triton_backward = operator(
     "softmax_topk_backward",
     lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
@@ -190,7 +175,13 @@ def _takes(logits_TE: Tensor, rule: Rule, *_: Any) -> bool:
 
 
 _softmax_topk = twins(
-    "softmax_topk", triton=kernels.softmax_topk, plain=_plain, fake=_fake, takes=_takes, save=_save, backward=_gradient
+    "softmax_topk",
+    triton=kernels.softmax_topk,
+    plain=_plain,
+    fake=kernels.new_results,
+    takes=_takes,
+    save=_save,
+    backward=_gradient,
 )
 
 
