@@ -18,6 +18,7 @@ from foundry_moe_kernels import expert_products
 from foundry_moe_kernels.activations import activate_with_grad, formula, glu_with_grad
 from foundry_moe_kernels.expert_products import RaggedRows, Tokens
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.sparse_kernels import load_within
 from torch import Tensor
 
 LEAST_COLUMNS = 16  # of a factor, for tensor cores
@@ -177,14 +178,9 @@ def _project_kernel(
     factor = factor_ptr + (expert * L + l[:, None]) * width + k[None, :]
     acc = tl.zeros((ROWS, L), tl.float32)
     for first in range(0, width, COLUMNS):
-        if EVEN:
-            a = tl.load(a_row + (first + k)[None, :], mask=inside[:, None], other=0.0)
-            b = tl.load(factor + first)
-        else:
-            keep = first + k < width
-            a = tl.load(a_row + (first + k)[None, :], mask=inside[:, None] & keep[None, :], other=0.0)
-            b = tl.load(factor + first, mask=keep[None, :], other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc)
+        within = None if EVEN else first + k < width
+        a = load_within(a_row + (first + k)[None, :], inside, within)
+        acc = tl.dot(a, tl.trans(load_within(factor + first, None, within)), acc)
     tl.store(out_ptr + r.to(tl.int64)[:, None] * L + l[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
@@ -248,10 +244,7 @@ def _outer_kernel(
         r = begin + tl.arange(0, ROWS)
         inside = r < last
         a_row = _row_pointers(a_ptr, source_ptr, r, inside, stride, CHOICES)
-        if EVEN:
-            a = tl.load(a_row + k[None, :], mask=inside[:, None], other=0.0)
-        else:
-            a = tl.load(a_row + k[None, :], mask=inside[:, None] & keep[None, :], other=0.0)
+        a = load_within(a_row + k[None, :], inside, None if EVEN else keep)
         at = r.to(tl.int64)[:, None]
         low = tl.load(low_ptr + at * low_stride + wide[None, :], mask=inside[:, None], other=0.0)
         if WEIGHTED:
