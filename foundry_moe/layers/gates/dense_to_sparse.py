@@ -50,10 +50,6 @@ class DenseToSparseGate(LinearGate):
         self.temperature = parse_schedule(config.temperature, "temperature")
         self.hard_after = parse_duration(config.hard_after, "hard_after") if config.hard_after else None
 
-    @property
-    def follows_time(self) -> bool:
-        return self.hard_after is not None or not self.temperature.is_constant
-
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
         logits_TE = self.logits(x_TD)

@@ -109,11 +109,6 @@ class Gate(nn.Module):
         """
 
     @property
-    def follows_time(self) -> bool:
-        """Whether this gate needs `GateContext.progress` in training."""
-        return self.uses_loads
-
-    @property
     def chooses_by_tokens_alone(self) -> bool:
         """Whether choices depend on the tokens only: not on layer, time or random numbers. False if not known."""
         return False
@@ -234,10 +229,6 @@ class JitteredGate(LinearGate):
     def __init__(self, config: Any, **shape: Any) -> None:
         super().__init__(config, **shape)
         self.jitter = parse_schedule(config.jitter, "jitter")
-
-    @property
-    def follows_time(self) -> bool:
-        return not self.jitter.is_constant
 
     @property
     def chooses_by_tokens_alone(self) -> bool:

@@ -63,10 +63,6 @@ class TopKGate(JitteredGate):
         return self.config.bias_balance
 
     @property
-    def follows_time(self) -> bool:
-        return self.uses_loads or not self.jitter.is_constant
-
-    @property
     def chooses_by_tokens_alone(self) -> bool:
         return not self.config.noise and super().chooses_by_tokens_alone
 
@@ -80,8 +76,8 @@ class TopKGate(JitteredGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` over softmax or normalised sigmoid scores, `z`, `importance`, `load`."""
         config = self.config
-        if self.training and self.follows_time:
-            self.progress(context)
+        if self.training and self.uses_loads:
+            self.progress(context)  # refuses a bias that nothing would step
         jitter = self.input_jitter(x_TD, context)
         clean_TE = self.logits(x_TD, jitter)
         logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, jitter, context)

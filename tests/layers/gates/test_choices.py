@@ -391,7 +391,6 @@ def test_a_gate_that_follows_time_refuses_to_stand_still():
         ({"name": "switch", "jitter": {"start": 0.0, "end": 0.1, "until": "5ba"}}, 1),
     ]:
         gate = build(settings, top_k)
-        assert gate.follows_time
         with pytest.raises(ValueError, match="add `dmoe_steps"):
             gate(x_TD, context_of(ids_BS, progress=None))
         gate.eval()(x_TD, context_of(ids_BS, training=False, progress=None))
