@@ -18,6 +18,7 @@ import triton.language as tl
 from foundry_moe_kernels import sparse_tiles
 from foundry_moe_kernels.launch import cdiv, compile_first, launch, next_power_of_2
 from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
+from foundry_moe_kernels.sparse_kernels import load_within
 from torch import Tensor
 
 
@@ -93,11 +94,7 @@ def _logits_kernel(
         d = first + tl.arange(0, BD)
         keep = (t < tokens)[:, None] & (d < width)[None, :]
         x = _tile(x_ptr, t, d, row, step, keep, width, JITTER, PACKED)
-        w = tl.load(
-            w_ptr + e[None, :].to(tl.int64) * width + d[:, None],
-            mask=(e < experts)[None, :] & (d < width)[:, None],
-            other=0.0,
-        )
+        w = load_within(w_ptr + e[None, :].to(tl.int64) * width + d[:, None], d < width, e < experts)
         acc = _dot_parts(x, w, acc, PARTS, x_ptr.dtype.element_ty)
     keep = (t < tokens)[:, None] & (e < experts)[None, :]
     tl.store(out_ptr + t.to(tl.int64)[:, None] * experts + e[None, :], acc, mask=keep)
@@ -106,16 +103,14 @@ def _logits_kernel(
 @triton.jit
 def _load_split(dlogits_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
     """Gradients of logits as two numbers of DTYPE: a result rounded to 8 bits needs only 16 bits of its factors."""
-    at = dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
-    ds = tl.load(at, mask=(t < tokens)[:, None] & (e < experts)[None, :], other=0.0)
+    ds = load_within(dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :], t < tokens, e < experts)
     high = ds.to(DTYPE)
     return high, (ds - high.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
 def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    keep = (e < experts)[:, None] & (d < width)[None, :]
-    w = tl.load(w_ptr + e[:, None].to(tl.int64) * width + d[None, :], mask=keep, other=0.0)
+    w = load_within(w_ptr + e[:, None].to(tl.int64) * width + d[None, :], e < experts, d < width)
     acc = tl.dot(rest, w.to(DTYPE), acc, input_precision="ieee")
     return _dot_parts(high, w, acc, PARTS, DTYPE)
 
