@@ -34,17 +34,18 @@ _MAX_STRIDE_BYTES = 2**40
 _ALIGN_BYTES = 16
 
 
-def supported(*tensors: Tensor) -> bool:
-    """Whether each tensor's memory meets a tensor map's rules: 16-byte aligned, unit last stride, 16-byte strides."""
-    for tensor in tensors:
-        size = tensor.dtype.itemsize
-        *strides, last = tensor.stride()
-        if tensor.data_ptr() % _ALIGN_BYTES or last != 1:
+def supported(x: Tensor) -> bool:
+    """Whether the Hopper kernels take this operand: 16-bit floats on Hopper, rows of 16 bytes, no empty dimension.
+
+    Its memory meets a tensor map's rules: 16-byte aligned, unit last stride, 16-byte strides.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or 0 in x.shape or not device_supported(x.device):
+        return False
+    *strides, last = x.stride()
+    for stride in strides:
+        if stride * x.itemsize % _ALIGN_BYTES or stride * x.itemsize >= _MAX_STRIDE_BYTES:
             return False
-        for stride in strides:
-            if stride * size % _ALIGN_BYTES or stride * size >= _MAX_STRIDE_BYTES:
-                return False
-    return True
+    return last == 1 and x.data_ptr() % _ALIGN_BYTES == 0
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:

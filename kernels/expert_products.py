@@ -1,7 +1,7 @@
 """The six products of a dMoE layer on Hopper, with their epilogues: one launch each. No autograd.
 
-They take operands that `supported` accepts. The kernels are those of `hopper_products` and `hopper_inner`, in Gluon; on
-a CPU tests replace `launch` by twins of these two (tests/helpers/hopper_twin.py).
+They take operands that `descriptors.supported` accepts. The kernels are those of `hopper_products` and `hopper_inner`,
+in Gluon; on a CPU tests replace `launch` by twins of these two (tests/helpers/hopper_twin.py).
 
 Shapes: R rows sorted by expert, E experts, D model width, F expert width, Y planes (gate and up: 2, else 1).
 """
@@ -68,7 +68,7 @@ class LowRank(NamedTuple):
 
 def gathers(x_TD: Tensor, hidden: int) -> bool:
     """Whether products of experts of this width can gather these tokens themselves, and gain by it."""
-    return hidden <= GATHER_UP_TO and x_TD.shape[1] in _GATHER_WIDTHS and supported(x_TD)
+    return hidden <= GATHER_UP_TO and x_TD.shape[1] in _GATHER_WIDTHS and descriptors.supported(x_TD)
 
 
 def copies(tokens: Tokens) -> bool:
@@ -83,14 +83,6 @@ def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) 
         packed = pack_rows(offsets_E, num_rows)
     short, tall, order_E = split_rows(packed, num_rows, offsets_E.shape[0])
     return RaggedRows(offsets_E, {BLOCK: short, TALL: tall}, order_E, num_rows)
-
-
-def supported(*tensors: Tensor) -> bool:
-    """Whether the Hopper kernels take these operands: 16-bit floats on Hopper, rows of 16 bytes, no empty dimension."""
-    for t in tensors:
-        if t.dtype not in (torch.bfloat16, torch.float16) or 0 in t.shape or not descriptors.device_supported(t.device):
-            return False
-    return descriptors.supported(*tensors)
 
 
 @functools.cache
