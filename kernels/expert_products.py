@@ -328,11 +328,9 @@ def down_backward_(
         [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape
-    h_RF = z_YRF.new_empty(z_YRF.shape[1], n)  # first dh, then h in its place
-    weights, transposed = row_major((w2_EDF,), False)
-    tile = tile or _pick("nt" if transposed else f"down_backward{z_YRF.shape[0]}", rows, n, k)
-    arguments, constants = _rows_arguments(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_YRN=h_RF)
-    launch(*arguments, **constants)
+    if tile is None and w2_EDF.stride(-1) == 1:
+        tile = _pick(f"down_backward{z_YRF.shape[0]}", rows, n, k)
+    h_RF = rows_product(dy_RD[None], (w2_EDF,), rows, transposed=False, tile=tile)  # first dh, then h in its place
     dots = activation_backward_(h_RF, z_YRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
     return h_RF, dots
 
