@@ -16,11 +16,6 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-def _split(dense_RC: Tensor, block: int) -> Tensor:
-    """A view [M, N, B, B]."""
-    return dense_RC.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
-
-
 def _check_tensor(name: str, tensor: Tensor, *dims: str, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
     form = f"[{', '.join(dims)}]"
     if not isinstance(tensor, Tensor):
@@ -141,7 +136,7 @@ class Matrix:
         _check_block(block, *dense_RC.shape)
         if mask_MN is not None:
             _check_tensor("the mask", mask_MN, "block rows", "block columns")
-        blocks = _split(dense_RC, block)
+        blocks = dense_RC.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)  # [M, N, B, B]
         mask_MN = blocks.ne(0).any(-1).any(-1) if mask_MN is None else mask_MN != 0
         if mask_MN.shape != blocks.shape[:2]:
             raise ValueError(f"the mask is {list(mask_MN.shape)} for {list(blocks.shape[:2])} blocks of {block}")
