@@ -98,9 +98,8 @@ def _rows(
     )  # fmt: skip
 
 
-def _empty_values(topology: Topology, like: Tensor, zero_tail: bool) -> Tensor:
-    shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
-    return (torch.zeros if zero_tail else torch.empty)(shape, dtype=like.dtype, device=like.device)
+def _values_shape(topology: Topology) -> tuple[int, ...]:
+    return (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
 
 
 def sdd(
@@ -124,7 +123,7 @@ def sdd(
     b_KC = b.mT if trans_b else b
     assert a.dtype == b.dtype and _meets_columns(b_KC.mT, topology)
     assert a.shape == (topology.num_rows, b_KC.shape[-2])
-    s = _empty_values(topology, a, zero_tail)
+    s = (torch.zeros if zero_tail else torch.empty)(_values_shape(topology), dtype=a.dtype, device=a.device)
     if s.numel():
         b_KC = _by_expert(b_KC, topology, 1)
         tile = tile or choose(
@@ -157,8 +156,7 @@ def sdd_act(
     Rows past the loads' end are undefined.
     """
     assert a.dtype == weights[0].dtype
-    shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
-    z_YRF = torch.empty(len(weights), *shape, dtype=a.dtype, device=a.device)
+    z_YRF = torch.empty(len(weights), *_values_shape(topology), dtype=a.dtype, device=a.device)
     h_RF = torch.empty_like(z_YRF[0])
     if z_YRF.numel():
         glu = len(weights) == 2
