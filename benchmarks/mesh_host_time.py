@@ -87,6 +87,7 @@ def measure(ranks: int, yaml: str, overrides: list[str], before: bool) -> dict[s
     from omegaconf import OmegaConf
 
     from foundry_moe.algorithms import dmoe_mesh
+    from foundry_moe.parallel import transformer_blocks
 
     seen: dict[str, list[float]] = defaultdict(list)
 
@@ -100,14 +101,7 @@ def measure(ranks: int, yaml: str, overrides: list[str], before: bool) -> dict[s
     config = OmegaConf.merge(OmegaConf.load(yaml), OmegaConf.from_cli(overrides))
     OmegaConf.update(config, "callbacks.marks", {}, force_add=True)
     if before:
-        compile_blocks, dynamo = dmoe_mesh.compile_blocks, torch._dynamo.config
-
-        def compile_as_before(*arguments: Any, **options: Any) -> int:
-            blocks = compile_blocks(*arguments, **options)
-            dynamo.nested_graph_breaks = False  # type: ignore[attr-defined]
-            return blocks
-
-        dmoe_mesh.compile_blocks = compile_as_before
+        transformer_blocks._compile = lambda block, **options: torch.compile(block.forward, **options)
         dmoe_mesh.disable_hooks_once = lambda module: None
     train(OmegaConf.create(OmegaConf.to_container(config, resolve=True)))  # type: ignore[arg-type]
     found = {}

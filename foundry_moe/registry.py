@@ -19,4 +19,5 @@ from foundry_moe.optim.muon import Muon
 # Registries look entry points up by group, in place of a search through those of all packages: models of 48 layers are
 # initialised with 8,600 look-ups. `catalogue` takes a dictionary, too: the entry points of old Pythons are one.
 _found: Any = catalogue.AVAILABLE_ENTRY_POINTS
-catalogue.AVAILABLE_ENTRY_POINTS = {group: tuple(_found.select(group=group)) for group in _found.groups}
+if hasattr(_found, "select"):  # not replaced yet
+    catalogue.AVAILABLE_ENTRY_POINTS = {group: tuple(_found.select(group=group)) for group in _found.groups}

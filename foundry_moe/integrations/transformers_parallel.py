@@ -32,7 +32,7 @@ from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_
 from foundry_moe.parallel.mesh import MeshPlan, average_on_gloo, build_meshes, check_replicas, divisors, listed
 from foundry_moe.parallel.placement import local_weights, plan_for_counts, shard_experts
-from foundry_moe.parallel.transformer_blocks import configure_dynamo, disable_hooks_once, wrapped_modules
+from foundry_moe.parallel.transformer_blocks import allow_compilations, disable_hooks_once, wrapped_modules
 from foundry_moe.schema import UserError
 
 __all__ = ["clip_grad_norm_", "parallelize", "save_pretrained"]
@@ -189,7 +189,7 @@ def _compile(model: Any, blocks: Sequence[nn.Module], all_experts: Iterable[nn.M
     A block's class gets a subclass with the compiled forward: transformers wraps the forward of every new class to
     checkpoint gradients, and inside of the compiled function a checkpoint would be run without compilation.
     """
-    configure_dynamo(len(blocks))
+    allow_compilations(len(blocks))
     # transformers adds hooks that record router logits at the first call that asks for them
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     for experts in all_experts:  # FSDP2's hooks break the graph before them, and their forward would be many graphs

@@ -131,17 +131,24 @@ def _first_pass(block: Any, compiled: Callable[..., Any], *args: Any, **kwargs: 
     return compiled(*args, **kwargs)
 
 
-def configure_dynamo(blocks: int) -> None:
-    """Raises dynamo's limits: blocks share code objects, whose compilations it counts for all blocks together.
-
-    A graph that breaks within functions that a block calls goes on behind the break, if torch can do so.
-    """
+def allow_compilations(blocks: int) -> None:
+    """Raises dynamo's limits: blocks share code objects, whose compilations it counts for all blocks together."""
     needed = 4 * blocks
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, needed)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
-    if hasattr(config, "nested_graph_breaks"):  # torch 2.11: two graphs where tokens are sent, not four
-        config.nested_graph_breaks = True
+
+
+def _compile(block: nn.Module, **options: Any) -> Callable[..., Any]:
+    """A block's compiled forward pass: of LLM Foundry's, which breaks where tokens are sent, two graphs and not four.
+
+    That takes nested breaks, with which torch 2.11 and 2.15 compute something else where a function that `map` calls
+    breaks the graph. LLM Foundry's blocks have no such function; others may.
+    """
+    compiled = torch.compile(block.forward, **options)
+    if block.forward.__module__.startswith("llmfoundry.") and torch.__version__ >= "2.11":
+        return torch._dynamo.config.patch(nested_graph_breaks=True)(compiled)
+    return compiled
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> int:
@@ -157,9 +164,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     """
     hide_rotary_tables(model)
     members = [block for blocks in block_lists(model) for block in blocks]
-    configure_dynamo(len(members))
+    allow_compilations(len(members))
     for block in members:
-        block.forward = partial(_first_pass, block, torch.compile(block.forward, **options))  # type: ignore[method-assign]
+        block.forward = partial(_first_pass, block, _compile(block, **options))  # type: ignore[method-assign]
     for layer in moe_layers(model):
         if not layer.chooses_by_tokens_alone:  # else values of one layer or batch become constants
             layer.choose = torch.compiler.disable(layer.choose)  # type: ignore[method-assign]

@@ -100,8 +100,23 @@ def test_each_block_of_a_deep_model_is_compiled(limit: int) -> None:
         assert min(config.recompile_limit, config.accumulated_recompile_limit) >= limit, "a larger limit stays"
 
 
-@pytest.mark.skipif(not hasattr(torch._dynamo.config, "nested_graph_breaks"), reason="since torch 2.11")
-def test_a_block_that_sends_tokens_is_two_graphs() -> None:
+class Mapping(torch.nn.Module):
+    """A block with a break of its graph in a function that `map` calls, which nested breaks miscompile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = MoELayer(4, MoEConfig(num_experts=2, expert_hidden_size=4, activation="swiglu"))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return list(map(self.triple, [x_TD, x_TD + 1]))[1]
+
+    def triple(self, x_TD: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return 3 * x_TD
+
+
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="blocks are four graphs before torch 2.11")
+def test_a_block_of_llm_foundry_that_sends_tokens_is_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[torch.fx.GraphModule] = []
     models = [build_model(CASES[0], torch.float64, torch.device("cpu")) for _ in range(2)]
 
@@ -109,12 +124,21 @@ def test_a_block_that_sends_tokens_is_two_graphs() -> None:
         return lambda *arguments: (called.append(graph), graph(*arguments))[1]
 
     torch._dynamo.reset()
+    monkeypatch.setattr(type(models[0].blocks[0]).forward, "__module__", "llmfoundry.models.layers.blocks")
     compile_blocks(models[0], backend=note)
     for layer in moe_layers(models[0]):
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)  # type: ignore[method-assign]
     outputs = [model(torch.arange(8).view(2, 4)) for model in models]
     assert len(called) == 2 * len(models[0].blocks)
     torch.testing.assert_close(*outputs)
+    assert not torch._dynamo.config.nested_graph_breaks
+
+
+def test_a_block_whose_code_is_not_known_computes_what_it_did() -> None:
+    torch._dynamo.reset()
+    blocks = torch.nn.ModuleList([Mapping()])
+    compile_blocks(torch.nn.Sequential(blocks), backend="eager")
+    assert torch.equal(blocks[0](torch.zeros(3, 4)), torch.full((3, 4), 3.0))
 
 
 @pytest.mark.quick
