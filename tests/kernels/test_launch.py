@@ -41,6 +41,7 @@ def direct(monkeypatch):
     hooks = types.SimpleNamespace(runtime=types.SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none))
     monkeypatch.setattr(module, "knobs", hooks, raising=False)
     monkeypatch.setattr(module, "_known", {})
+    monkeypatch.delenv("FOUNDRY_MOE_COMPILE_AHEAD", raising=False)  # certificates of a process set it
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return hooks
