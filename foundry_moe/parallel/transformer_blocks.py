@@ -139,16 +139,25 @@ def allow_compilations(blocks: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
 
 
-def _compile(block: nn.Module, **options: Any) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """A block's compiled forward pass: of LLM Foundry's, which breaks where tokens are sent, two graphs and not four.
 
     That takes nested breaks, with which torch 2.11 and 2.15 compute something else where a function that `map` calls
     breaks the graph. LLM Foundry's blocks have no such function; others may.
     """
-    compiled = torch.compile(block.forward, **options)
-    if block.forward.__module__.startswith("llmfoundry.") and torch.__version__ >= "2.11":
+    compiled = torch.compile(forward, **options)
+    if forward.__module__.startswith("llmfoundry.") and torch.__version__ >= "2.11":
         return torch._dynamo.config.patch(nested_graph_breaks=True)(compiled)
     return compiled
+
+
+def _changed(method: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's method, changed as a function and bound to the module again.
+
+    A deep copy of the module (Composer's SWA makes one) then has its own. A function would be shared, with the weights
+    of the original.
+    """
+    return MethodType(change(method.__func__), method.__self__) if isinstance(method, MethodType) else change(method)
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> int:
@@ -166,10 +175,11 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     members = [block for blocks in block_lists(model) for block in blocks]
     allow_compilations(len(members))
     for block in members:
-        block.forward = partial(_first_pass, block, _compile(block, **options))  # type: ignore[method-assign]
+        compiled = _changed(block.forward, partial(_compile, **options))
+        block.forward = partial(_first_pass, block, compiled)  # type: ignore[method-assign]
     for layer in moe_layers(model):
         if not layer.chooses_by_tokens_alone:  # else values of one layer or batch become constants
-            layer.choose = torch.compiler.disable(layer.choose)  # type: ignore[method-assign]
-        if layer.shared_expert is not None:  # with expert parallelism its caller is not compiled
-            layer.shared_expert.forward = torch.compile(layer.shared_expert.forward, **options)  # type: ignore[method-assign]
+            layer.choose = _changed(layer.choose, torch.compiler.disable)  # type: ignore[method-assign]
+        if (shared := layer.shared_expert) is not None:  # with expert parallelism its caller is not compiled
+            shared.forward = _changed(shared.forward, partial(torch.compile, **options))  # type: ignore[method-assign]
     return len(members)

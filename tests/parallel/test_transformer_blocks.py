@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,26 @@ def test_a_block_whose_code_is_not_known_computes_what_it_did() -> None:
     blocks = torch.nn.ModuleList([Mapping()])
     compile_blocks(torch.nn.Sequential(blocks), backend="eager")
     assert torch.equal(blocks[0](torch.zeros(3, 4)), torch.full((3, 4), 3.0))
+
+
+@pytest.mark.parametrize("after_a_pass", [False, True])
+def test_a_deep_copy_of_compiled_blocks_has_its_own_weights(after_a_pass: bool) -> None:
+    """As Composer's SWA makes one; with a gate that is not compiled, and a shared expert that is by itself."""
+    torch._dynamo.reset()
+    case = replace(CASES[0], moe={**CASES[0].moe, "balance_over": "batch", "shared_expert_hidden_size": 8})
+    model, other = (build_model(case, torch.float64, torch.device("cpu")) for _ in range(2))
+    ids_BS = torch.arange(8).view(2, 4)
+    compile_blocks(model, backend="eager")
+    if after_a_pass:
+        model(ids_BS)
+    averaged = copy.deepcopy(model)
+    with torch.no_grad():
+        for weights in (averaged, other):
+            for parameter in weights.parameters():
+                parameter.mul_(2)
+    outputs = [m(ids_BS) for m in (averaged, other, model)]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2])
 
 
 @pytest.mark.quick
