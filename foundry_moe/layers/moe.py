@@ -214,6 +214,7 @@ class MoELayer(nn.Module):
     def choose(self, x: Tensor) -> tuple[Choices, Tensor | None]:
         """The gate's choices, and mask_T: True for real tokens; None = all are real."""
         x_TD, device_type = x.reshape(-1, self.d_model), x.device.type
+        sequences = x.shape[0] if x.dim() == 3 else None
         context = self.context.for_tokens(
             x_TD.shape[0],
             layer=self.layer_index,
@@ -221,20 +222,20 @@ class MoELayer(nn.Module):
             losses=self.wanted_losses,
             balance_over=self.config.balance_over,
             training=self.training,
-            rows=x.shape[0] if x.dim() == 3 else None,
+            rows=sequences,
             device=x.device,
             needs_mask=self._needs_mask,
         )
         weights_TK, replayed = None, self.context.replayed
         if replayed is not None:
-            experts_TK, weights_TK = replayed.take(self, x_TD.shape[0], x.device)
+            experts_TK, weights_TK = replayed.take(self, x_TD.shape[0], x.device, sequences or 1)
             context = replace(context, experts_TK=experts_TK)
         with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
             choices = self.gate(x_TD, context)
         if weights_TK is not None:
             choices = replace(choices, weights_TK=weights_TK.to(choices.weights_TK.dtype))
         if self.record is not None:
-            self.record.add(self, choices.experts_TK, choices.weights_TK, context.mask_T)
+            self.record.add(self, choices.experts_TK, choices.weights_TK, context.mask_T, sequences or 1)
         return choices, context.mask_T
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:

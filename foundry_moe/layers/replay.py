@@ -17,22 +17,24 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import in_backward
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, shorten
 
 
 class ChoiceRecord:
     """The choices of the forward passes within `record_choices`, one pass after the other."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self._taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+        self._taken: dict[nn.Module, list[tuple[Tensor, Tensor, int]]] = {layer: [] for layer in layers}
 
     @torch.compiler.disable
-    def add(self, layer: nn.Module, experts_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None) -> None:
+    def add(
+        self, layer: nn.Module, experts_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None, sequences: int
+    ) -> None:
         """Adds the choices of a layer's call; a recomputation adds none. `mask_T` is True for real tokens."""
         if not in_backward():
             if mask_T is not None:
                 experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
-            self._taken[layer].append((experts_TK.to(torch.int16), weights_TK.detach()))
+            self._taken[layer].append((experts_TK.to(torch.int16), weights_TK.detach(), sequences))
 
     def calls(self, layer: nn.Module) -> int:
         """How many calls of a layer are recorded."""
@@ -56,6 +58,12 @@ class ChoiceRecord:
         """Combine weights, detached, for `replay_choices(..., weights=)`. Raises as `experts_TLK` does."""
         return self._stack(1)
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Sequences and positions of each call of a layer."""
+        parts = next(iter(self._taken.values()))
+        return [(sequences, len(experts_TK) // max(sequences, 1)) for experts_TK, _, sequences in parts]
+
     def _stack(self, which: int) -> Tensor:
         numbers = [sum(len(part[0]) for part in parts) for parts in self._taken.values()]
         if len(set(numbers)) > 1 or not all(self._taken.values()):
@@ -64,12 +72,43 @@ class ChoiceRecord:
 
 
 class _Choices:
-    """The choices to replay, and how many tokens of them the passes so far have taken."""
+    """The choices to replay, and how many tokens of them the passes so far have taken.
 
-    def __init__(self, layers: Sequence[MoELayer], experts_TLK: Tensor, weights_TLK: Tensor | None) -> None:
+    Args:
+        shapes: of the calls that a `ChoiceRecord` has; none for a tensor.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        experts_TLK: Tensor,
+        weights_TLK: Tensor | None,
+        shapes: Sequence[tuple[int, int]],
+    ) -> None:
         self.column: dict[nn.Module, int] = {layer: number for number, layer in enumerate(layers)}
         self.experts_TLK, self.weights_TLK = experts_TLK, weights_TLK
-        self.taken = 0
+        self.shapes, self.taken = shapes, 0
+
+    def arrange(self, sequences: int, positions: int) -> None:
+        """Before the first pass, which has this shape: puts what a generation recorded in the order of its sequences.
+
+        The record has the prompts, then one position of all sequences after the other.
+        """
+        lengths = [length for _, length in self.shapes]
+        numbers = {number for number, _ in self.shapes}
+        if len(lengths) < 2 or positions == lengths[0] or numbers == {1}:
+            return
+        if len(numbers) > 1 or positions != sum(lengths):
+            raise UserError(
+                f"choices were recorded in calls of [sequences, positions] {shorten([list(s) for s in self.shapes])}, "
+                f"and a forward pass has {[sequences, positions]}: replay passes of the same lengths, or the whole "
+                f"sequences, of {sum(lengths)} positions"
+            )
+        (number,) = numbers
+        parts = torch.arange(len(self.experts_TLK)).split([number * length for length in lengths])
+        order_T = torch.cat([part.view(number, -1) for part in parts], dim=1).flatten().to(self.experts_TLK.device)
+        self.experts_TLK = self.experts_TLK[order_T]
+        self.weights_TLK = None if self.weights_TLK is None else self.weights_TLK[order_T.to(self.weights_TLK.device)]
 
 
 class PassChoices:
@@ -81,11 +120,15 @@ class PassChoices:
         self.seen: set[nn.Module] = set()
 
     @torch.compiler.disable
-    def take(self, layer: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def take(
+        self, layer: nn.Module, tokens: int, device: torch.device, sequences: int
+    ) -> tuple[Tensor, Tensor | None]:
         """experts_TK, and weights_TK where these are replayed, too."""
         choices = self.choices
         held = len(choices.experts_TLK)
         if self.tokens is None:
+            if choices.taken == 0 and tokens:
+                choices.arrange(sequences, tokens // sequences)
             if choices.taken + tokens > held:
                 raise UserError(
                     f"choices has {held} tokens, and the forward passes have {choices.taken + tokens} or more: give a "
@@ -134,8 +177,9 @@ def replay_choices(
 ) -> Iterator[None]:
     """Forward passes of `model` use these experts; combine weights and gradients are those of the present logits.
 
-    Each forward pass takes the next tokens: microbatches together use up all of them. The backward pass may run after
-    this; a recomputation uses the choices of its forward pass.
+    Each forward pass takes the next tokens: microbatches together use up all of them. Whole sequences take what was
+    recorded while they were generated. The backward pass may run after this; a recomputation uses the choices of its
+    forward pass.
 
     Args:
         choices: of `record_choices`, or integers [T, L, K] for the tokens of this rank and its MoE layers in order;
@@ -161,7 +205,8 @@ def replay_choices(
         wrong = least if least < -1 else most
         raise UserError(f"choices has expert {wrong}: use 0 to {layers[0].num_experts - 1}, or -1 for none")
     contexts = {layer.context: layer.context.replay for layer in layers}
-    parts = [_Choices(layers, experts_TLK, weights) for _ in contexts]
+    shapes = choices.shapes if isinstance(choices, ChoiceRecord) else ()
+    parts = [_Choices(layers, experts_TLK, weights, shapes) for _ in contexts]
     for context, part in zip(contexts, parts, strict=True):
         context.replay = partial(PassChoices, part)
     try:

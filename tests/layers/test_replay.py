@@ -103,6 +103,36 @@ def test_choices_from_outside_are_those_of_a_loop(dtype, score):
     assert model.layers[0].gate.weight_ED.grad.abs().max() > 0
 
 
+def generated(model, ids):
+    """The record of a generation with a cache: the prompts, then one position of all sequences after the other."""
+    with torch.no_grad(), record_choices(model) as record:
+        for first, end in ((0, 6), (6, 7), (7, 8)):
+            model(ids[:, first:end])
+    return record
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_whole_sequences_take_what_was_recorded_while_they_were_generated(sequences):
+    model, ids = Model(loss={}), batch(sequences=sequences)
+    record = generated(model, ids)
+    expected = model(ids).detach()
+    moved(model)
+    with replay_choices(model, record, weights=record.weights_TLK):
+        again = [model(part) for part in ids.chunk(2)]
+    torch.testing.assert_close(torch.cat(again), expected, rtol=1e-12, atol=1e-13)
+    with replay_choices(model, record, weights=record.weights_TLK):
+        steps = [model(part) for part in ids.split([6, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_sequences_of_another_length_than_generated_are_refused():
+    model, ids = Model(loss={}), batch()
+    record = generated(model, ids)
+    wrong = r"calls of .* \[4, 6\], \[4, 1\], \[4, 1\], and .* \[8, 4\]: .* of 8 positions"
+    with pytest.raises(ValueError, match=wrong), replay_choices(model, record):
+        model(ids.view(8, 4))
+
+
 @pytest.mark.parametrize(("gate", "top_k"), GATES, ids=GATE_IDS)
 def test_replaying_its_own_choices_changes_no_number_and_others_are_kept(gate, top_k):
     keys = {"loss": {}} if gate["name"] in ("base", "hash") else {}

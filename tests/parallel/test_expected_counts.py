@@ -50,7 +50,7 @@ class _Model(nn.Module):
                 expected.learn(self.dispatcher, counts_PP2)
             self.rooms.append(None if sizes is None else int(sizes.room_PP2[0, 0, 0]))
         if self.record is not None:
-            self.record.add(self, torch.zeros(1, 1), torch.zeros(1, 1), None)
+            self.record.add(self, torch.zeros(1, 1), torch.zeros(1, 1), None, 1)
         self.drawn.append(float(torch.rand(())))
         return x
 
