@@ -15,6 +15,7 @@ from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_moe.config import refuse_other_parallelism
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from foundry_moe.layers.replay import PassChoices
 
 Result = TypeVar("Result")
+NO_PROGRESS = (
+    "which nothing sets: add `dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or call "
+    "`step_gates_after(optimizer, model)` or set `batch_context(model).progress` before each step"
+)
 _TWICE = object()  # kept by a pass in which two calls gave one key
 
 
@@ -98,8 +103,14 @@ class GateContext:
         return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))
 
     def stream(self, purpose: int) -> int:
-        """For `foundry_moe.ops.noise`: distinct for each layer, batch and purpose."""
-        return noise.stream_of(self.seed, self.layer, self.progress.ba if self.progress else 0, purpose)
+        """For `foundry_moe.ops.noise`: distinct for each layer, batch and purpose.
+
+        Raises:
+            ValueError: nothing sets the progress: each batch would have the same random numbers.
+        """
+        if self.progress is None:
+            raise UserError(f"the gate's random numbers follow the training's progress, {NO_PROGRESS}")
+        return noise.stream_of(self.seed, self.layer, self.progress.ba, purpose)
 
 
 class BatchContext:
@@ -126,6 +137,8 @@ class BatchContext:
         self.replay: Callable[[], PassChoices] | None = None  # of a pass that begins; set by `replay_choices`
         self.has_losses = False
         self._counting = False
+        # batch and counts of the last pass that had no counts of a whole batch, by layer and loss
+        self._passed: dict[tuple[int, str], tuple[int, Mapping[tuple[int, str], Tensor]]] = {}
         self._pass: ForwardPass | None = None  # that runs, or is recomputed
         self._given: ForwardPass | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
@@ -137,6 +150,8 @@ class BatchContext:
 
         fp64 scalar; 1 without a loss of `track_scale`. Valid in the backward pass only.
         """
+        if self._pass is None and self.auxiliary_scale is not None:  # no hook of a pass reads it
+            return self.auxiliary_scale.to(device, torch.float64)
         if self._loss_scale.device != device:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
         return self._loss_scale
@@ -163,13 +178,16 @@ class BatchContext:
 
         Raises:
             ValueError: a balance loss over sequences, where the tokens of a sequence are unknown; an attention mask
-                whose padding is unknown, with `needs_mask`; a recomputation outside a pass that was observed.
+                whose padding is unknown, or of another shape than the ids, with `needs_mask`; a recomputation outside a
+                pass that was observed; a balance loss over ranks that nothing connects.
         """
         run = self._running(training and needs_mask)
         ids, mask = run.token_ids_BS, run.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
+        if fits and training and needs_mask and mask is not None and mask.numel() != num_tokens:
+            raise UserError(f"the mask {list(mask.shape)} must have the shape of the token ids, {list(ids.shape)}")
         by_sequence = training and balance_over == "sequence" and "balance" in losses
-        sum_for = partial(self._sum_for, balance_over if training else "rank", layer, run.batch_counts)
+        sum_for = partial(self._sum_for, balance_over if training and losses else "rank", layer, run.batch_counts)
         return GateContext(
             token_ids_BS=ids if fits else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
@@ -232,6 +250,7 @@ class BatchContext:
 
     def restart(self) -> None:
         """Forgets what the calls of layers have left in the pass that runs: the model is run once more in it."""
+        self._passed.clear()
         run = self._pass
         while run is not None:
             run.kept.clear()
@@ -244,15 +263,37 @@ class BatchContext:
     ) -> Callable[[Tensor], Tensor]:
         if balance_over == "group":
             return self.sum_over_group
+        if balance_over != "rank":
+            self.check_ranks(f"balance_over ({balance_over})")
         if balance_over == "batch":
             return partial(self._sum_batch, known, (layer, of))
         return self.sum_over_ranks if balance_over == "microbatch" else unchanged
+
+    def check_ranks(self, what: str) -> None:
+        """Raises ValueError if `what` has to be summed over the ranks of this job, and nothing has connected them."""
+        if self.sum_over_ranks is unchanged and dist.is_available() and dist.is_initialized():
+            if (ranks := dist.get_world_size()) > 1:
+                raise UserError(
+                    f"{what} needs sums over the {ranks} ranks of this job: call foundry_moe.parallelize(model, ...), "
+                    "or with DDP or FSDP2 alone `GateCollectives().connect(batch_context(model))` (of "
+                    "foundry_moe.parallel.collectives)"
+                )
 
     def _sum_batch(self, known: Mapping[tuple[int, str], Tensor], key: tuple[int, str], counts: Tensor) -> Tensor:
         if self._counting:
             self.batch_counts[key] = self.batch_counts[key] + counts if key in self.batch_counts else counts
             return counts
-        return known[key] if key in known else self.sum_over_ranks(counts)
+        if key in known:
+            return known[key]
+        if self.progress is not None and torch.is_grad_enabled() and not in_backward():
+            batch, counts_then = self._passed.get(key, (None, None))
+            if batch == self.progress.ba and counts_then is known:
+                raise UserError(
+                    "balance_over (batch) with several forward passes per step needs the loads of the whole batch: "
+                    "call `batch_context(model).count_ahead(run_forward)` before the first one"
+                )
+            self._passed[key] = self.progress.ba, known
+        return self.sum_over_ranks(counts)
 
     def count_ahead(self, run_forward: Callable[[], None]) -> None:
         """Counts the choices of a whole batch before its first microbatch is trained on.
@@ -319,13 +360,21 @@ class BatchContext:
         ended = self._pass
         assert ended is not None
         self._pass = ended.around
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             return None
+        if torch.compiler.is_compiling():
+            # breaks the graph of a model that is compiled as a whole: only a hook of its loss has the loss's scale
+            return self._watch_uncompiled(output, ended) if self.has_losses and _loss_of(output)[1] is not None else None
+        return self._watch(output, ended)
+
+    def _watch(self, output: Any, ended: ForwardPass) -> Any:
         changed = self._watch_loss(output, ended)
         for tensor in _tensors(output if changed is None else changed):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._resume, ended))
         return changed
+
+    _watch_uncompiled = torch.compiler.disable(_watch)
 
     def _watch_loss(self, output: Any, run: ForwardPass) -> Any:
         """Records the gradient of a scalar loss in `output`, and makes it 0 where it has no targets.
@@ -333,9 +382,8 @@ class BatchContext:
         Returns:
             An output in place of this one; None = the same, changed in place.
         """
-        key = "loss" if isinstance(output, MutableMapping) else 0
-        found = output.get(key) if key == "loss" else output[0] if isinstance(output, tuple) and output else None
-        if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+        key, found = _loss_of(output)
+        if found is None:
             return None
         loss = _zero_without(run.targets, found)
         loss.register_hook(partial(self._record_loss, run))
@@ -451,6 +499,13 @@ _NO_LOSS = (
     "backward() (divided by microbatches, by a GradScaler), use batch_context(model).track_scale(loss) first; if a "
     "wrapper that was made after apply_dmoe computes the loss, call batch_context(model).observe(wrapper) once"
 )
+
+
+def _loss_of(output: Any) -> tuple[Any, Tensor | None]:
+    """The key or place of a scalar loss in a model's output, and the loss; None where there is none to train on."""
+    key = "loss" if isinstance(output, MutableMapping) else 0
+    found = output.get(key) if key == "loss" else output[0] if isinstance(output, tuple) and output else None
+    return key, found if isinstance(found, Tensor) and not found.dim() and found.requires_grad else None
 
 
 def _zero_without(targets: Tensor | None, value: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
         layer.statistics.counts_E - earlier_E.to(layer.statistics.counts_E.device)
         for layer, earlier_E in zip(layers, before, strict=True)
     ]
-    summed = layers[0].context.sum_over_ranks(torch.cat(counts))
+    context = layers[0].context
+    context.check_ranks(f"gate {layers[0].config.gate['name']}")
+    summed = context.sum_over_ranks(torch.cat(counts))
     for layer, counts_E in zip(layers, summed.split([len(c) for c in counts]), strict=True):
         layer.after_step(counts_E, progress)
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.context import GateContext, stay
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import BaseKeys
 from foundry_moe.layers.init import normal_matrix
@@ -71,7 +71,8 @@ class BaseGate(LinearGate):
         """int64 [T]; padding has no expert."""
         real_T1 = torch.ones_like(logits_TE[:, :1]) if context.mask_T is None else context.mask_T[:, None]
         rows_TX = torch.cat([logits_TE, real_T1.to(logits_TE.dtype)], dim=1)
-        rows_SX, give_back = context.shuffle(rows_TX, context.stream(_SHUFFLE))
+        stream = 0 if context.shuffle is stay else context.stream(_SHUFFLE)
+        rows_SX, give_back = context.shuffle(rows_TX, stream)
         tokens = rows_SX.shape[0]  # a rank may have none of its own
         if tokens < self.num_experts:
             raise UserError(

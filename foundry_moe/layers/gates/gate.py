@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.layers.context import NO_PROGRESS, GateContext, unchanged
 from foundry_moe.layers.gates.keys import GateKeys, LinearKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import sequence_balance_loss
@@ -120,11 +120,7 @@ class Gate(nn.Module):
             ValueError: it is not set, so that a schedule would not advance.
         """
         if context.progress is None:
-            raise UserError(
-                f"gate {type(self).__name__} follows the training's progress, which nothing sets: add "
-                "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or set "
-                "`batch_context(model).progress`"
-            )
+            raise UserError(f"gate {type(self).__name__} follows the training's progress, {NO_PROGRESS}")
         return context.progress
 
     def value_of(self, schedule: Schedule, context: GateContext) -> float:
