@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +32,9 @@ from foundry_moe.ops import PermutePlan
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_
 from foundry_moe.parallel.mesh import MeshPlan, average_on_gloo, build_meshes, check_replicas, divisors, listed
-from foundry_moe.parallel.placement import local_weights, plan_for_counts, shard_experts
+from foundry_moe.parallel.placement import check_whole, local_weights, plan_for_counts, shard_experts
 from foundry_moe.parallel.transformer_blocks import allow_compilations, disable_hooks_once, wrapped_modules
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, from_mapping
 
 __all__ = ["clip_grad_norm_", "parallelize", "save_pretrained"]
 
@@ -78,8 +79,10 @@ def parallelize(
     """
     if aux_loss not in ("rank", "all"):
         raise UserError(f"aux_loss ({aux_loss!r}) must be 'rank' or 'all'")
-    mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
+    mesh_config = mesh if isinstance(mesh, MeshConfig) else from_mapping(MeshConfig, mesh, "mesh")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_whole(model)
+    name_of_class = type(model).__name__
     found = dict(named_experts(model))
     if not found:
         raise UserError(f"{type(model).__name__} has no experts of transformers' interface: see the list of families")
@@ -141,6 +144,7 @@ def parallelize(
             cast(Any, experts).placed = Placed(dispatcher, local)
     for module in wrapped_modules(model):
         disable_hooks_once(module)
+    model._get_name = partial(str, name_of_class)  # FSDP2 changes the class's; Trainer shifts labels by this name
     return plan
 
 

@@ -38,7 +38,7 @@ from foundry_moe.parallel.mesh import (
     plan_mesh,
 )
 from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, from_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ def parallelize(
     Raises:
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
     """
-    mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
+    mesh_config = mesh if isinstance(mesh, MeshConfig) else from_mapping(MeshConfig, mesh, "mesh")
+    check_whole(model)
     layers: Mapping[str, Any] = named_moe_layers(model)
     if not layers:
         raise UserError("mesh is for models with MoE layers, and this one has none: check `layers`")
@@ -122,6 +123,15 @@ def parallelize(
     for optimizer in optimizers:
         replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
     return Placement(plan=plan, mesh=meshes.dense)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises ValueError before there is a process group, and for a model that is sharded already."""
+    if not dist.is_initialized():
+        raise UserError("parallelize needs a process group: call torch.distributed.init_process_group() first")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UserError(f"{name} is sharded already: call parallelize once, and before fully_shard")
 
 
 def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_node: int | None) -> MeshPlan:

@@ -150,6 +150,15 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def test_a_mesh_that_is_no_mapping_and_a_model_that_is_sharded_are_refused(one_rank):
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(UserError, match="mesh must be a mapping of keys to values, not 'auto'"):
+        integration.parallelize(model, "auto", device="cpu")
+    integration.parallelize(model, {"expert": 1}, device="cpu")
+    with pytest.raises(UserError, match="is sharded already: call parallelize once"):
+        integration.parallelize(model, {"expert": 1}, device="cpu")
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_blocks_share_graphs_and_later_shapes_add_none(checkpointed, one_rank, monkeypatch):
     graphs = []

@@ -99,6 +99,16 @@ class Samples(list):
         return super().__getitem__(index)
 
 
+def test_smoothed_labels_are_those_of_the_next_token(folder, one_rank):
+    """FSDP2 changes the name of the model's class, by which Trainer knows that it has to shift them."""
+    trainer = trainer_of(folder, Samples(lambda: None), label_smoothing_factor=0.1)
+    ids = torch.arange(8)[None]
+    expected = trainer.compute_loss(trainer.model, {"input_ids": ids, "labels": ids.clone()})
+    integration.parallelize(trainer.model, {"expert": 1, "compile": "blocks"}, device="cpu")
+    found = trainer.compute_loss(trainer.model.eval(), {"input_ids": ids, "labels": ids.clone()})
+    torch.testing.assert_close(found, expected)
+
+
 def test_two_processes_train_save_and_resume_as_one(folder):
     """In one test, since processes import for seconds."""
     printed = interrupt(folder, step=3)
