@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.codec import DTYPES, inline_tensors
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.commands.exported_files import Source, Weights
 from foundry_moe.commands.source_files import copy_tokenizer
 from foundry_moe.models.adapters import Factors, factors_of, read_folder, scale_of
@@ -29,9 +30,10 @@ from foundry_moe.models.families import Family, family_of
 from foundry_moe.models.frozen_weights import digest
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, shorten
 
 _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
+_STATE = "optim.state."
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
 FUSED_TARGETS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 _LAYOUT_SINCE = "0.19.0"  # of peft: earlier ones exchange A and B of fused weights, and refuse the shapes written here
@@ -123,9 +125,14 @@ def write_adapter(
         A sentence on what was written.
 
     Raises:
-        ValueError: there are no adapters, or the model's family has no such experts.
+        ValueError: there are no adapters, other weights were trained too, or the model's family has no such experts.
     """
     scale = _scale_of(architecture)
+    if others := _trained_beside(weights.found):
+        raise UserError(
+            f"--adapter: the run also trained {shorten(others)}, which a folder of adapters leaves out: use --merge, or "
+            "train adapters alone (optimizer.disable_grad: '^(?!.*_[AB]_E[DF]L$)')"
+        )
     native = native_of(replace(architecture, experts=replace(architecture.experts, lora=None)))
     parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]
     if any(part.their_shape != part.shape or part.transposed for part in parts):
@@ -147,6 +154,13 @@ def write_adapter(
         f"step {weights.found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}, "
         f"for {base or 'a model that the checkpoint does not name: name it with --base'}"
     )
+
+
+def _trained_beside(found: Found) -> list[str]:
+    """Parameters with an optimizer state that are no adapters. SGD without momentum has no states."""
+    states = [*found.manifest.tensors, *inline_tensors(found.manifest.values)]
+    trained = {name.removeprefix(_STATE).rpartition(".")[0] for name in states if name.startswith(_STATE)}
+    return sorted(name for name in trained if not _FACTOR.search(name))
 
 
 def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:

@@ -71,15 +71,15 @@ def test_a_merged_mpt_in_bf16_is_certified(tmp_path: Path) -> None:
     assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--merge", "--dtype", "bf16", "--certify") == 0
 
 
-def trained(base: Path, folder: Path, save_frozen: bool) -> None:
-    """Adapters alone, of a model in a folder whose weights are kept in bf16."""
+def trained(base: Path, folder: Path, save_frozen: bool, beside: str = "none", **optimizer_settings: Any) -> None:
+    """Adapters, and parameters with `beside` in their name, of a model in a folder whose weights are kept in bf16."""
     model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.bfloat16)
     blocks = family_of("mixtral").read(model.config)
     apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k, loss={}, lora={"r": 3, "alpha": 4}))
     drawn(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("_A_E" in name or "_B_E" in name)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        parameter.requires_grad_("_A_E" in name or "_B_E" in name or beside in name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, **optimizer_settings)
     callback = ElasticCheckpoint(folder=str(folder), interval="100ba", save_frozen=save_frozen)
     composed = HuggingFaceModel(model, use_logits=True, shift_labels=True)
     fit(composed, optimizer=optimizer, duration="1ba", callbacks=[callback], run_name="adapters")
@@ -108,6 +108,16 @@ def test_a_checkpoint_without_the_base_is_merged_with_it(tmp_path: Path, capsys:
         capsys.readouterr()
         assert export(tmp_path / words[0], tmp_path / "no", "--merge", *words[1:]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_run_that_also_trained_other_weights_has_no_adapter_folder(tmp_path: Path, capsys: Any) -> None:
+    small("mixtral").save_pretrained(tmp_path / "base")
+    for name, beside, code in (("alone", "none", 0), ("gate", "gate.weight", 2)):
+        trained(tmp_path / "base", tmp_path / name, True, beside, momentum=0.9)
+        assert export(tmp_path / name, tmp_path / f"{name}-out", "--adapter") == code
+    error = capsys.readouterr().err
+    assert "the run also trained" in error and "gate.weight_ED" in error and "use --merge" in error
+    assert not (tmp_path / "gate-out").exists()
 
 
 def tensors_of(
