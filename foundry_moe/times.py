@@ -13,18 +13,16 @@ _SUFFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMGBT]?)(ba|ep|sp|tok|dur|iter|sec)")
 _CLOCK = re.compile("".join(rf"(?:([0-9]+(?:\.[0-9]+)?)\s*{unit}\s*)?" for unit in _SECONDS))
-_CLOCK_OF_COMPOSER = re.compile("(([01]?[0-9]|2[0-3])h)?([0-5]?[0-9]m)?([0-5]?[0-9]s)?")  # by strptime, below a day
 
 
 class Time(NamedTuple):
     """`amount` of `unit`: seconds (`sec`), a count (`ba`, `ep`, `sp`, `tok`, `iter`) or a share of the run (`dur`).
 
-    is_clock: written as `2h`, not as `7200sec`. of_composer: Composer reads it too.
+    of_composer: Composer reads it too, which takes no clock time such as `2h` for a key of a run.
     """
 
     amount: float
     unit: str
-    is_clock: bool = False
     of_composer: bool = True
 
 
@@ -38,4 +36,4 @@ def parse_time(value: Any) -> Time | None:
         return None
     parts = zip(match.groups(), _SECONDS.values(), strict=True)
     seconds = sum(float(number) * each for number, each in parts if number)
-    return Time(seconds, "sec", is_clock=True, of_composer=bool(_CLOCK_OF_COMPOSER.fullmatch(text)))
+    return Time(seconds, "sec", of_composer=False)

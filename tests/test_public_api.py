@@ -110,6 +110,7 @@ def test_signatures_have_the_keys(cls, keys):
         (lambda: ExpertLoad(5), "expert_load.interval must be text such as '1ba', not 5"),
         (lambda: ExpertLoad("1ba", 3), "expert_load.per_layer must be true or false, not 3"),
         (lambda: RunReport(sample_tokens="many"), "run_report.sample_tokens must be a whole number, not 'many'"),
+        (lambda: RunReport(sample_tokens=-5), r"run_report.sample_tokens \(-5\) must be at least 1"),
         (lambda: DMoE(8), r"DMoE takes a MoEConfig, or its keys as in DMoE\(num_experts=8\), not 8"),
         (lambda: DMoE(MoEConfig(num_experts=8), top_k=1), "DMoE takes a MoEConfig, or its keys"),
         (lambda: DMoE(config=8), r"DMoE takes a MoEConfig, or its keys as in DMoE\(num_experts=8\), not 8"),

@@ -40,7 +40,7 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
         ValueError: `interval` is no time, or not above 0; `where` names the key.
     """
     every = parse_time(interval)
-    if every is None or not every.of_composer or every.is_clock or (every.unit != "dur" and every.amount % 1):
+    if every is None or not every.of_composer or (every.unit != "dur" and every.amount % 1):
         raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok")
     if every.amount <= 0:
         raise UserError(f"{where} ({interval!r}) must be above 0")

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad, at_interval
+from foundry_moe.flops import causal_lm
 from foundry_moe.layers.moe import DROPPED
 from foundry_moe.schema import UserError, checks_keys
 
@@ -46,7 +47,7 @@ class RunReport(Callback):
         facts: a JSON file with `unigram_loss`, the loss of a unigram model to compare with.
 
     Raises:
-        ValueError: an unknown key, an invalid interval, or no such file.
+        ValueError: an unknown key, an invalid interval or length, or no such file.
     """
 
     @checks_keys("callbacks.run_report")
@@ -59,6 +60,8 @@ class RunReport(Callback):
     ) -> None:
         self.due = at_interval(interval, "callbacks.run_report.interval")
         self.prompt = prompt
+        if sample_tokens < 1:
+            raise UserError(f"callbacks.run_report.sample_tokens ({sample_tokens}) must be at least 1")
         self.sample_tokens = sample_tokens
         self.facts = read_facts(facts) if facts else {}
         self.losses: dict[str, float] = {}
@@ -203,16 +206,21 @@ def _mfu_of_rate(state: State) -> float | None:
 
 @torch.no_grad()
 def sample_text(model: nn.Module, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 17) -> str:
-    """The prompt and its continuation. Collective: the model may be sharded."""
+    """The prompt and its continuation, each token from as many before it as an MPT takes.
+
+    Collective: the model may be sharded.
+    """
     inner: Any = getattr(model, "module", model)
     tokenizer = inner.tokenizer
+    most = getattr(getattr(causal_lm(inner), "config", None), "max_seq_len", None) or sys.maxsize
     device = next(inner.parameters()).device
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     was_training = inner.training
     inner.eval()
     for _ in range(tokens):
-        logits = inner({"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}).logits[0, -1]
+        seen = ids[:, -most:]
+        logits = inner({"input_ids": seen, "attention_mask": torch.ones_like(seen, dtype=torch.bool)}).logits[0, -1]
         chances = (logits.float() / temperature).softmax(-1).cpu()
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator).to(device)[None]], dim=1)
     inner.train(was_training)

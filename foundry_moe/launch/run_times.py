@@ -42,11 +42,11 @@ def _forms(run: Mapping[str, Any]) -> Iterator[str]:
         good = fits(value, int) and value >= 0
         ours = where.removeprefix("callbacks.").partition(".")[0] in _OURS
         if (time := parse_time(value)) is not None:
-            good = time.of_composer and (not time.is_clock or where == "max_duration")
+            good = time.of_composer
         if fits(value, int) and where.startswith(("max_duration", "scheduler.")):
             yield f"{where} ({value}) has no unit: use {value}ba for batches or {value}ep for epochs"
-        elif time is not None and time.is_clock and where == "max_duration" and not good:
-            yield f"{where} ({value!r}) must be a clock time below a day such as 1h30m: use {time.amount:.0f}sec"
+        elif where == "max_duration" and time is not None and time.unit in ("sec", "dur"):
+            yield f"{where} ({value!r}) must be in ba, ep, sp or tok: Composer ends no run after a time"
         elif not good:
             yield f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur"
         elif (parsed := _parse(value)).unit != "dur" and parsed.amount % 1 > 0:
@@ -66,19 +66,12 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
     scheduler, longest = section(run, "scheduler"), run["max_duration"]
     total, unit, *_ = _parse(longest)
     given = {key: scheduler[key] for key in _SCHEDULER if scheduler.get(key) is not None}
-    inverse_root = scheduler.get("name") == "inv_sqrt_with_warmup"
-    if inverse_root and unit == "sec":
-        yield (
-            f"max_duration ({longest}) must not be a clock time with scheduler.name: inv_sqrt_with_warmup, whose times "
-            "have its unit: write them all in ba"
-        )
-        return
     seconds = [key for key, value in given.items() if _parse(value).unit == "sec"]
     for key in seconds:
-        yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {'' if unit == 'sec' else f'{unit} or '}dur"
+        yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {unit} or dur"
     if seconds:
         return
-    if inverse_root:
+    if scheduler.get("name") == "inv_sqrt_with_warmup":
         for key in ("t_warmup", "t_scale", "t_cooldown"):
             if key in given and _parse(given[key]).unit != unit:
                 yield f"scheduler.{key} ({given[key]}) must be in {unit}, the unit of max_duration ({longest})"
@@ -90,7 +83,6 @@ def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
     warmup = given.get("t_warmup")
     if warmup is not None and whole.get(own := _parse(warmup).unit, own) != wanted:
         other = f"max_duration ({longest})" if end_unit == "dur" else f"scheduler.t_max ({last})"
-        wanted = "dur" if wanted == "sec" else wanted
         yield f"scheduler.t_warmup ({warmup}) must have the unit of {other}: write it in {wanted}"
     if (end_unit == unit and end < total) or (end_unit == "dur" and end < 1):
         yield f"scheduler.t_max ({last}) must not be below max_duration ({longest}): raise it, or leave it out"

@@ -75,6 +75,14 @@ def test_a_sample_is_of_an_evaluated_model_and_leaves_its_mode(training) -> None
     assert model.trained == [False] * 3 and model.training is training
 
 
+@pytest.mark.quick
+def test_a_sample_may_be_longer_than_the_sequences_of_an_mpt() -> None:
+    model = mpt()
+    model.tokenizer = Letters.tokenizer
+    longest = model.model.config.max_seq_len
+    assert sample_text(model, "a", longest + 2) == str(longest + 3)
+
+
 def test_the_first_loss_is_that_of_the_first_batch_also_after_a_resume() -> None:
     report, logger, resumed = RunReport(), InMemoryLogger(), RunReport()
     fit(mpt(), callbacks=[report], duration="3ba", loggers=[logger])

@@ -42,7 +42,7 @@ def differs(scheduler: dict[str, Any], longest: str) -> bool:
 
 
 def test_a_check_refuses_the_schedules_that_composer_refuses() -> None:
-    lengths = [time_in(unit, 100) for unit in UNITS if unit != "dur"]
+    lengths = [time_in(unit, 100) for unit in UNITS if unit not in ("dur", "sec")]
     wrong = []
     for kind, warmup, longest in product(KINDS, UNITS, lengths):
         for last in (None, *UNITS):
@@ -67,7 +67,7 @@ def test_a_check_refuses_the_inverse_square_roots_that_llm_foundry_refuses() -> 
     assert not wrong, wrong[:5]
 
 
-@pytest.mark.parametrize("longest", ["2h", "1h30m", "1e6tok", "3ep"])
+@pytest.mark.parametrize("longest", ["1e6tok", "3ep"])
 def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
     scheduler = {"name": "cosine_with_warmup", "t_warmup": "0.1dur"}
     assert not list(time_mistakes({"max_duration": longest, "scheduler": scheduler}, None))
@@ -83,24 +83,11 @@ def test_a_warmup_that_is_a_share_agrees_with_every_length(longest) -> None:
         (["scheduler.t_warmup=20", "max_duration=100ba"], "scheduler.t_warmup (20) has no unit: use 20ba"),
         (["scheduler.t_warmup=0", "max_duration=100ba"], "scheduler.t_warmup (0) has no unit: use 0ba"),
         (["scheduler.t_warmup=20sec", "max_duration=100ba"], "scheduler.t_warmup (20sec) must not be in seconds"),
-        (["scheduler.t_warmup=20sec", "max_duration=2h"], "t_warmup (20sec) must not be in seconds: use dur\n"),
-        (["scheduler.t_warmup=20ba", "max_duration=2h"], "unit of max_duration (2h): write it in dur"),
-        *(
-            (
-                [
-                    f"scheduler={{name: inv_sqrt_with_warmup, t_warmup: {t}, t_scale: {t}, t_cooldown: {t}}}",
-                    "max_duration=2h",
-                ],
-                "error: max_duration (2h) must not be a clock time with scheduler.name: inv_sqrt_with_warmup, whose "
-                "times have its unit: write them all in ba\n",
-            )
-            for t in ("5ba", "5sec")
-        ),
         (
             ["scheduler.t_warmup=2ba", "+scheduler.t_max=50ba", "max_duration=100ba"],
             "scheduler.t_max (50ba) must not be below max_duration (100ba)",
         ),
-        (["max_duration=48h"], "max_duration ('48h') must be a clock time below a day such as 1h30m: use 172800sec"),
+        (["max_duration=2h"], "max_duration ('2h') must be in ba, ep, sp or tok: Composer ends no run after a time"),
         (["max_duration=0.5ep"], "max_duration ('0.5ep') must be a whole number of ep"),
         (["callbacks.run_report.interval=1iter"], "callbacks.run_report.interval ('1iter') must be in ba, ep"),
         (
@@ -122,8 +109,7 @@ def test_times_that_do_not_agree_are_one_sentence(capsys, words, sentence) -> No
 )
 def test_a_length_is_refused_if_composer_does_not_read_it(longest) -> None:
     try:
-        Time.from_timestring(longest)
-        fails = False
+        fails = Time.from_timestring(longest).unit == "sec"  # as its Trainer asks
     except ValueError:
         fails = True
     assert bool(list(time_mistakes({"max_duration": longest}, None))) == fails
