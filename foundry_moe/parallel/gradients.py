@@ -1,6 +1,6 @@
 """Gradients on a mesh: the scale of experts' gradients, one norm over all meshes, clipping.
 
-Parameters may be plain tensors, DTensors or both. Independent of layers, optimizers and Composer.
+Parameters may be plain tensors, DTensors or both, or a single one. Independent of layers, optimizers and Composer.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class LocalWeight:
         return _ScaleGradient.apply(local_part(weight), self.scale)
 
 
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, int]]:
+def _local_gradients(parameters: Iterable[Tensor] | Tensor) -> list[tuple[Tensor, int]]:
     """This rank's part of each gradient, and how many ranks of the job hold the same part."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     parts = []
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
         if grad is None:
             continue
@@ -125,7 +125,7 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, i
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor] | Tensor) -> Tensor:
     """The 2-norm of all gradients as one vector, each element counted once however many ranks hold it: fp64 scalar.
 
     Every rank of the job must call this; all get the same value. One message, no host synchronisation.
@@ -149,13 +149,13 @@ def _default_device() -> torch.device:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
     """Scales all gradients so that their 2-norm is `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does.
 
     Returns:
         The norm before clipping, fp64 scalar.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = gradient_norm(parameters)
     scale_gradients(parameters, clip_factor(norm, max_norm))
     return norm
@@ -167,7 +167,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_gradients(parameters: Iterable[Tensor] | Tensor, factor: Tensor) -> None:
     """Multiplies all gradients by a scalar."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad, _ in _local_gradients(parameters):
@@ -177,7 +177,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 @torch.no_grad()
-def clip_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+def clip_value(parameters: Iterable[Tensor] | Tensor, max_value: float) -> None:
     """Clamps every gradient element to [-max_value, max_value], as `torch.nn.utils.clip_grad_value_` does."""
     for grad, _ in _local_gradients(parameters):
         grad.clamp_(-max_value, max_value)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_, clip_value, gradient_norm
+from foundry_moe.parallel.gradients import LocalWeight, clip_grad_norm_, clip_value, gradient_norm, scale_gradients
 
 pytestmark = pytest.mark.quick
 
@@ -52,6 +52,19 @@ def test_clip_value_equals_torch() -> None:
     torch.nn.utils.clip_grad_value_(theirs, 0.3)
     for a, b in zip(ours, theirs, strict=True):
         assert b.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_a_single_tensor_is_a_parameter_and_not_its_rows() -> None:
+    ours, theirs = (_parameters(3)[0] for _ in range(2))
+    norm = torch.nn.utils.clip_grad_norm_(theirs, 0.1)
+    assert gradient_norm(ours).item() == pytest.approx(norm.item(), rel=1e-6)
+    assert clip_grad_norm_(ours, 0.1).item() == pytest.approx(norm.item(), rel=1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
+    for parameter, clip in ((ours, clip_value), (theirs, torch.nn.utils.clip_grad_value_)):
+        clip(parameter, 0.01)
+    assert torch.equal(ours.grad, theirs.grad)
+    scale_gradients(ours, torch.tensor(0.5))
+    assert torch.equal(ours.grad, theirs.grad / 2)
 
 
 def test_norm_of_no_gradients_is_zero() -> None:
