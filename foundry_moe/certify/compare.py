@@ -85,7 +85,7 @@ def compare(
         rename: from a name in B to that in A.
 
     Raises:
-        ValueError: the records have no parameter or no step in common.
+        ValueError: the records have no parameter or no step in common, or no gradient of a common parameter.
     """
     b = _renamed(b, rename) if rename is not None else b
     names = [name for name in a.shapes if b.shapes.get(name) == a.shapes[name]]
@@ -97,6 +97,11 @@ def compare(
     symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained()]
     first = judge.run()
     if first is not None:
+        if not symptoms and first.kind in ("unclipped", "gradient") and first.largest <= TOLERANCE["bfloat16"]:
+            judge.notes.append(
+                "the first difference is within the rounding of bf16: if the runs compute in it, as under autocast, "
+                f"give a tolerance of {TOLERANCE['bfloat16']}"
+            )
         symptoms += judge.diagnose(first)
     steps = tuple(step.number for step, _ in judge.pairs_of_steps())
     if not steps and judge.state_of(a, b.begin.number) is None:
@@ -149,6 +154,10 @@ def _replicas(record: Record) -> Iterator[str]:
                 return
 
 
+def _finite(row: Sequence[float] | None) -> bool:
+    return row is None or all(map(math.isfinite, row))
+
+
 def _norm(row: Sequence[float] | None) -> float:
     return math.sqrt(max(row[0], 0.0)) if row is not None else 0.0
 
@@ -198,7 +207,7 @@ class _Judge:
         self.a, self.b, self.names, self.limit, self.floor = a, b, names, limit, floor
         self.largest = 0.0
         self.notes: list[str] = []
-        self._rounding: set[Unit] = set()  # units whose gradients at this step are nothing but rounding
+        self._rounding: set[Unit] = set()  # units that are not compared at this step
         self._left_out: dict[Unit, None] = {}  # those of all steps
         same_bits = exact and all(a.dtypes[name] == b.dtypes[name] for name in names) and self._continues()
         self.start_limit, self.start_floor = (SAME_BITS, 0.0) if same_bits else (limit, floor)
@@ -225,7 +234,8 @@ class _Judge:
                     return found
         for index, (ours, theirs) in enumerate(self.pairs_of_steps()):
             limit = min(self.limit * 2 ** min(index, _DOUBLINGS), max(self.limit, _MOST))
-            self._note_rounding(ours)
+            self._rounding = self._of_rounding_size(ours) & self._of_rounding_size(theirs)
+            self._left_out |= dict.fromkeys(self._rounding)
             for kind in ("unclipped", "gradient", *self._kinds(ours, theirs)):
                 if kind in ours.kinds and kind in theirs.kinds:
                     found = self._difference(ours, theirs, kind, limit, self.floor)
@@ -267,12 +277,12 @@ class _Judge:
             compared=len(pairs),
         )
 
-    def _note_rounding(self, ours: Step) -> None:
-        pairs = self._pairs(ours, ours, "gradient")
+    def _of_rounding_size(self, step: Step) -> set[Unit]:
+        """Units whose gradients at this step are nothing but rounding."""
+        pairs = self._pairs(step, step, "gradient")
         sizes = {p.unit: _norm(p.a) / math.sqrt(max(p.numel, 1)) for p in pairs}
         largest = max(sizes.values(), default=0.0)
-        self._rounding = {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}
-        self._left_out |= dict.fromkeys(self._rounding)
+        return {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}
 
     def left_out(self) -> Iterator[str]:
         if found := sorted(self._left_out):
@@ -287,7 +297,11 @@ class _Judge:
             )
 
     def untrained(self) -> Iterator[str]:
-        """Parameters that never get a gradient in B."""
+        """Parameters that never get a gradient in B.
+
+        Raises:
+            UserError: no parameter does, in either record.
+        """
 
         def never(record: Record) -> set[str]:
             rows = [step.kinds["gradient"].rows for step in record.steps if "gradient" in step.kinds]
@@ -298,6 +312,11 @@ class _Judge:
         if lost:
             yield f"{self.b.name}: {shorten(lost)} never has a gradient"
         both = [name for name in self.names if name in in_b & in_a]
+        if len(both) == len(self.names):
+            raise UserError(
+                f"{self.a.name} and {self.b.name} have no gradient of a common parameter: did each Recorder get the "
+                "model and the optimizer that are trained?"
+            )
         if both:
             self.notes.append(f"never a gradient in both: {shorten(both)}")
 
@@ -316,6 +335,11 @@ class _Judge:
         stacks = self._stacks_of_a_rank(first)
         pairs = {pair.unit: pair for pair in self._pairs(ours, theirs, first.kind)}
         wrong = [pairs[unit] for unit in first.units]
+        if broken := [p for p in wrong if not (_finite(p.a) and _finite(p.b))]:
+            sides = ((self.a, [p.a for p in broken]), (self.b, [p.b for p in broken]))
+            names = " and ".join(record.name for record, rows in sides if not all(map(_finite, rows)))
+            yield f"{first.kind} of {shorten(p.unit for p in broken)} {where} has values that are not finite in {names}"
+            return
         if first.kind.startswith("state ") and all(_norm(p.b) == 0 for p in wrong):
             lost = "restarted at zero" if self.b.steps else "is missing or zero"
             yield f"{first.kind} of {stacks or shorten(first.units)} {lost} {where}"
@@ -390,8 +414,12 @@ class _Judge:
         known = [factor for factor in factors if factor is not None]
         if all(pair.b is None or _norm(pair.b) == 0 for pair in wrong):
             yield f"{what} {where} are missing in {self.b.name}"
-        elif known and len(known) == len(factors) and max(known) - min(known) <= 1e-2 * abs(max(known)):
-            factor = known[0]
+        elif (
+            known
+            and len(known) == len(factors)
+            and max(known) - min(known) <= 1e-2 * abs(max(known))
+            and round(factor := known[0], 2) != 1
+        ):
             clipped = first.kind == "gradient" and "unclipped" in ours.kinds and "unclipped" in theirs.kinds
             of_experts = bool(divided) and what.endswith("experts")
             cause = "clipping by another norm" if clipped else self._degree(factor, of_experts, ours, theirs)

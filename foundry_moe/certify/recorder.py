@@ -42,6 +42,7 @@ class Recorder:
     nothing waits for the device: the line is written at the next step, at `close`, or when the program ends.
 
     Args:
+        optimizer: one of torch's, or a wrapper with the optimizer in its attribute `optimizer`, as Accelerate's.
         folder: gets `record.jsonl`, written by rank 0. It must not have one.
         every: records the first step and each multiple of this number.
         step: optimizer steps that were done before; None: as the optimizer's states say, else 0.
@@ -51,7 +52,8 @@ class Recorder:
 
     Raises:
         ValueError: on every rank: a folder that has a record or is not writable; boxes that are not the whole;
-            parameters flattened by FSDP1.
+            parameters flattened by FSDP1; two parameters of one clean name; an optimizer of other parameters than the
+            model's, or without torch's hooks.
     """
 
     def __init__(
@@ -65,17 +67,21 @@ class Recorder:
         projections: int = 3,
         box_of: Callable[[str, Tensor], Box | None] | None = None,
     ) -> None:
-        self.optimizer, self.every, self.projections = optimizer, every, projections
+        self.optimizer, self.every, self.projections = _with_hooks(optimizer), every, projections
         self.parameters: dict[str, nn.Parameter] = {}
         self.boxes: dict[str, Box] = {}
+        originals: dict[str, str] = {}
         for name, parameter in model.named_parameters():
             if "_flat_param" in name:
                 raise UserError(
                     f"{name} is a flattened parameter of FSDP1, which has no shape: use FSDP2 (fully_shard)"
                 )
-            name = plain_name(name)
-            box = _box(name, parameter, box_of)
-            self.parameters[box.name or name], self.boxes[box.name or name] = parameter, box
+            clean = plain_name(name)
+            box = _box(clean, parameter, box_of)
+            clean = box.name or clean
+            if clean in originals:
+                raise UserError(f"{originals[clean]} and {name} would both be recorded as {clean}: rename one of them")
+            originals[clean], self.parameters[clean], self.boxes[clean] = name, parameter, box
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._step, self._begun = step, False
@@ -87,7 +93,13 @@ class Recorder:
             name: Held(list(box.shape), list(box.begin), list(_local(p).shape), str(p.dtype).removeprefix("torch."))
             for (name, box), p in zip(self.boxes.items(), self.parameters.values(), strict=True)
         }
-        everyone = self._gather_objects(held)
+        gathered = self._gather_objects((held, self._trains()))
+        if not any(trains for _, trains in gathered):
+            raise UserError(
+                "the optimizer trains no parameter of this model: construct it after the model is wrapped or sharded, "
+                "and give both to Recorder"
+            )
+        everyone = [of_rank for of_rank, _ in gathered]
         self._rows = [sum(units_of(tuple(part.size)) for part in of_rank.values()) for of_rank in everyone]
         self._writer, refused = None, ""
         if self._is_first:
@@ -100,8 +112,8 @@ class Recorder:
         if self._writer is not None:
             weakref.finalize(self, self._writer.flush)
         self._hooks = [
-            optimizer.register_step_pre_hook(self._enter_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            self.optimizer.register_step_pre_hook(self._enter_step),
+            self.optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
     def close(self) -> None:
@@ -111,22 +123,33 @@ class Recorder:
         if self._writer is not None:
             self._writer.flush()
 
-    def batch(self, loss: Tensor, ids: Tensor | None = None) -> None:
+    def batch(self, loss: Tensor | float, ids: Tensor | None = None) -> None:
         """Call it after each backward pass and before clipping: notes a loss, tokens, and gradients as they are now.
 
         Args:
-            loss: of this rank's microbatch.
+            loss: of this rank's microbatch, one number.
             ids: [sequences, ...] integers of the microbatch, for the number of tokens and a sum that is the same for
                 the same sequences in any order and division. They are copied to the CPU.
+
+        Raises:
+            ValueError: the loss is not one number.
         """
+        loss = torch.as_tensor(loss, dtype=torch.float64).detach()
+        if loss.numel() != 1:
+            raise UserError(f"the loss has shape {list(loss.shape)}: give `batch` one number, such as its mean")
         if not self._records(self._next_step()):
             return
-        self._loss = self._loss + loss.detach().double()
+        self._loss = self._loss + loss
         self._microbatches += 1
         if ids is not None:
             self._tokens += ids.numel()
             self._batch = (self._batch + sum(_hash(row) for row in ids.cpu())) % 2**52
         self._kinds = {"unclipped": self._sketch([p.grad for p in self.parameters.values()])}
+
+    def _trains(self) -> bool:
+        """Whether a parameter that this rank's optimizer trains is the model's, or it has none yet."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return not trained or not set(trained).isdisjoint(self.parameters.values())
 
     def _next_step(self) -> int:
         """The number of the step that comes, from 1."""
@@ -232,6 +255,16 @@ class Recorder:
         everyone: list[Any] = [None] * self._ranks
         dist.all_gather_object(everyone, value)
         return everyone
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, or the one in a wrapper that has not called torch's constructor, as Accelerate's."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer with hooks: give the one it wraps")
+        optimizer = inner
+    return optimizer
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 
 from foundry_moe.certify.compare import _MOST, TOLERANCE, Report, compare
 from foundry_moe.certify.record import Quantity, Record, Rows, Step
+from foundry_moe.schema import UserError
 
 pytestmark = pytest.mark.quick
 SHAPES = {"a.weight": (4, 4), "b.weight": (4, 4)}
@@ -76,6 +77,26 @@ def test_gradients_of_rounding_size_are_left_out_and_none_that_are_zero() -> Non
     report = compared(changed("gradient", a=small), changed("gradient", a=row(3e-9)))
     assert report.first is None and any("of rounding size: a.weight" in note for note in report.notes)
     assert compared(changed("gradient", a=row(0.0)), KINDS).first is not None
+    for other in (row(1.0), None):  # of rounding size in one record alone
+        for ours, theirs in ((small, other), (other, small)):
+            first = compared(changed("gradient", a=ours), changed("gradient", a=theirs)).first
+            assert first is not None and first.kind == "gradient", (ours, theirs)
+
+
+def test_records_without_a_gradient_are_refused() -> None:
+    for nothing in (row(0.0), None):
+        kinds = changed("gradient", a=nothing, b=nothing)
+        with pytest.raises(UserError, match="a and b have no gradient of a common parameter"):
+            compared(kinds, kinds)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "where"), [(1.0, math.nan, "b"), (math.inf, 1.0, "a"), (math.nan, math.nan, "a and b")]
+)
+def test_values_that_are_not_finite_are_named(ours: float, theirs: float, where: str) -> None:
+    for kind in ("gradient", "weight"):
+        report = compared(changed(kind, a=row(ours)), changed(kind, a=row(theirs)))
+        assert report.symptoms == (f"{kind} of a.weight at step 1 has values that are not finite in {where}",)
 
 
 def test_the_tolerance_doubles_with_each_step_and_stays_below_a_zero_or_doubled_gradient() -> None:
@@ -114,3 +135,12 @@ def test_a_factor_of_all_gradients_is_named_with_its_cause(factor: float, cause:
     theirs = {"gradient": rows}
     report = compare(record([KINDS], name="a", microbatches=2), record([KINDS | theirs], microbatches=2))
     assert report.symptoms == (f"all gradients at step 1 are {factor:.4g} times those of a{cause}",)
+
+
+def test_a_factor_that_rounds_to_one_is_not_named_and_bf16_is_considered() -> None:
+    for factor in (1.0003, 0.997):
+        rows = {key: [[factor**2 * r[0][0], factor * r[0][1], factor * r[0][2]]] for key, r in BOTH.items()}
+        report = compared(KINDS, KINDS | {"gradient": rows})
+        assert report.first is not None and not report.symptoms
+        assert any("within the rounding of bf16: if the runs compute in it" in note for note in report.notes)
+    assert not any("bf16" in note for note in compared(KINDS, changed("gradient", a=row(1.2))).notes)

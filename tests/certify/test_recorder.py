@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,63 @@ def test_gradients_of_a_closure_are_those_of_its_first_call(tmp_path: Path) -> N
         optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
         (step,) = read_record(tmp_path / way).steps
         assert len(calls) > 1 and norm_of(step.kinds["gradient"].rows["weight"]) == pytest.approx(calls[0])
+
+
+def test_a_loss_is_one_number(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    recorder = Recorder(net, optimizer, tmp_path)
+    loss = net(torch.ones(3)).sum()
+    loss.backward()
+    for given in (0.1, loss, loss.detach().view(1)):
+        recorder.batch(given)
+    with pytest.raises(UserError, match=r"the loss has shape \[2\]: give `batch` one number"):
+        recorder.batch(loss * torch.ones(2))
+    optimizer.step()
+    assert read_record(tmp_path).steps[0].mean_loss == (0.1 + 2 * loss.item()) / 3
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    net, other = model(), model()
+    with pytest.raises(UserError, match="the optimizer trains no parameter of this model"):
+        Recorder(copy.deepcopy(net), torch.optim.SGD(net.parameters(), lr=0.1), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    other.weight.requires_grad_(False)
+    with pytest.raises(UserError, match="the optimizer trains no parameter of this model"):
+        Recorder(other, torch.optim.SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
+    Recorder(net, torch.optim.SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
+
+
+def test_two_parameters_of_one_clean_name_are_refused(tmp_path: Path) -> None:
+    net = model()
+    net.module = model()
+    with pytest.raises(UserError, match=r"weight and module\.weight would both be recorded as weight"):
+        Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), tmp_path)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Without torch's constructor, as Accelerate's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def test_the_optimizer_of_a_wrapper_without_hooks_is_recorded(tmp_path: Path) -> None:
+    net = model()
+    wrapper = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    Recorder(net, wrapper, tmp_path)
+    net(torch.ones(3)).sum().backward()
+    wrapper.step()
+    assert len(read_record(tmp_path).steps) == 1
+    with pytest.raises(UserError, match=r"Wrapper is no torch\.optim\.Optimizer with hooks: give the one it wraps"):
+        Recorder(net, Wrapper(None), tmp_path / "none")
 
 
 def held(begin: int, size: int, shape: int = 4) -> dict[str, Held]:

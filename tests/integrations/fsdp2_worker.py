@@ -64,7 +64,7 @@ def record(
     step: int = 0,
 ) -> None:
     """Trains, recorded by the optimizer's hooks alone, and saves a state after `SAVED` steps."""
-    recorder = Recorder(model, optimizer.optimizer, folder, step=step)
+    recorder = Recorder(model, optimizer, folder, step=step)
     for number, ids_BS in enumerate(ids, 1):
         accelerator.backward(model(ids_BS, labels=ids_BS, use_cache=False).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
