@@ -19,6 +19,8 @@ from foundry_moe.schema import UserError, shorten
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 _EPSILON = {"float64": 2e-16, "float32": 1e-7, "bfloat16": 8e-3, "float16": 1e-3}
 SAME_BITS = 1e-9  # of sketches of equal bits, in replicas, a checkpoint, or a resumption: fp64 sums in another order
+# A tensor has a setting in fp32; the end of a schedule is 0, or some 1e-20 by another formula.
+_SETTING = {"rel_tol": 1e-6, "abs_tol": 1e-12}
 _GATE = re.compile(r"(^|[._])(gate|router|wg)([._](weight|bias|\w*_ED?)|$)")
 _DOUBLINGS = 10  # of the tolerance, one for each later step: rounding grows with training
 _MOST = 0.25  # a zero or doubled gradient differs by 0.5 or more, rounding in bf16 by 0.06 after 14 steps of the tests
@@ -94,7 +96,7 @@ def compare(
     dtypes = {record.dtypes[name] for record in (a, b) for name in names}
     limit = tolerance or max(TOLERANCE.get(dtype, TOLERANCE["bfloat16"]) for dtype in dtypes)
     judge = _Judge(a, b, names, limit, floor_of(dtypes, limit), exact=tolerance is None)
-    symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained()]
+    symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained(), *judge.settings()]
     first = judge.run()
     if first is not None:
         if not symptoms and first.kind in ("unclipped", "gradient") and first.largest <= TOLERANCE["bfloat16"]:
@@ -128,7 +130,7 @@ def _renamed(record: Record, rename: Callable[[str], str]) -> Record:
 
     def step(of: Step) -> Step:
         kinds = {kind: Quantity(rows=keys(q.rows), apart=keys(q.apart)) for kind, q in of.kinds.items()}
-        return replace(of, kinds=kinds)
+        return replace(of, kinds=kinds, settings=keys(of.settings))
 
     parts: dict = {"shapes": keys(record.shapes), "dtypes": keys(record.dtypes), "held": keys(record.held)}
     return replace(record, **parts, begin=step(record.begin), steps=tuple(map(step, record.steps)))
@@ -287,6 +289,9 @@ class _Judge:
     def left_out(self) -> Iterator[str]:
         if found := sorted(self._left_out):
             yield f"not compared at steps where their gradients are of rounding size: {shorten(found)}"
+        records = [record for record in (self.a, self.b) if record.steps]
+        if lacking := [record.name for record in records if not any(step.settings for step in record.steps)]:
+            yield f"the optimizer's settings are not compared: not in {' and '.join(lacking)}"
 
     def _note_loss(self, ours: Step, theirs: Step, limit: float) -> None:
         a, b = ours.mean_loss, theirs.mean_loss
@@ -319,6 +324,30 @@ class _Judge:
             )
         if both:
             self.notes.append(f"never a gradient in both: {shorten(both)}")
+
+    def settings(self) -> Iterator[str]:
+        """The settings of the optimizer that differ at the first step at which one does, of those that both have."""
+        for ours, theirs in self.pairs_of_steps():
+            if not ours.settings or not theirs.settings:
+                continue
+            apart: dict[str, dict[str, str]] = {}
+            for name in self.names:
+                a, b = ours.settings.get(name, {}), theirs.settings.get(name, {})
+                for key in a:
+                    if key in b and not math.isclose(a[key], b[key], **_SETTING):
+                        apart.setdefault(key, {})[name] = f"{b[key]:.8g} in place of {a[key]:.8g}"
+            found = []
+            for key, of_key in apart.items():
+                values = shorten(dict.fromkeys(of_key.values()))
+                found.append(f"the optimizer's {key} of {shorten(of_key)} at step {theirs.number} is {values}")
+            pairs = self._pairs(ours, theirs, "gradient")
+            trained = dict.fromkeys(p.unit.name for p in pairs if _norm(p.a) and _norm(p.b))
+            for record, step, other in ((self.a, ours, theirs), (self.b, theirs, ours)):
+                if lost := [name for name in trained if name in other.settings and name not in step.settings]:
+                    found.append(f"{record.name}: {shorten(lost)} is not in the optimizer at step {theirs.number}")
+            if found:
+                yield from found
+                return
 
     def diagnose(self, first: Difference) -> Iterator[str]:
         """Sentences on the cause of the first difference; none for one of no known kind."""

@@ -1,6 +1,7 @@
 """The file of a record: a line of JSON that describes the parameters, and a line for each recorded step.
 
-Reading it checks everything that is used: a record may come from anywhere. No tensors, no pickles.
+Reading it checks everything that is used: a record may come from anywhere. No tensors, no pickles. Lines of steps may
+lack `settings`, which older records do not have.
 
 Shapes: U units of a tensor (see `sketch`), J projections.
 """
@@ -23,7 +24,7 @@ from foundry_moe.schema import UserError
 FILE = "record.jsonl"
 FORMAT = "foundry_moe record 2"
 NONE = -1.0  # in place of a sum of squares: there is no such tensor
-NUMBERS = 4  # that a rank sends after its sketches: sum of losses, microbatches, tokens, batch
+NUMBERS = 4  # that a rank sends after its sketches: sum of losses, microbatches, tokens, batch; then settings
 
 Rows = list[list[float]]  # [U, 1 + J]
 
@@ -50,6 +51,7 @@ class Step:
     """A step. number: from 1; the state before the first recorded step has the number of the step before.
 
     loss: mean of each rank's microbatches; empty where it was not given. tokens, batch: 0 where they were not given.
+    settings: the optimizer's numbers at this step, by parameter and key; without parameters that it does not have.
     """
 
     number: int
@@ -58,6 +60,7 @@ class Step:
     tokens: int = 0
     batch: int = 0
     kinds: Mapping[str, Quantity] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float | None:
@@ -96,7 +99,7 @@ class RecordWriter:
 
     def __init__(self, folder: Path, held: Sequence[Mapping[str, Held]], projections: int) -> None:
         self.path, self.held, self.width = folder / FILE, held, 1 + projections
-        self._waiting: list[tuple[dict[str, Any], list[str], list[Tensor], torch.cuda.Event | None]] = []
+        self._waiting: list[tuple[dict[str, Any], list[str], list[Tensor], Sequence[str], torch.cuda.Event | None]] = []
         self.whole: dict[str, Held] = {}
         for of_rank in held:
             for name, part in of_rank.items():
@@ -131,11 +134,14 @@ class RecordWriter:
         with self.path.open("a") as file:
             file.write(json.dumps(line, allow_nan=True) + "\n")
 
-    def append_step(self, line: dict[str, Any], kinds: list[str], everyone: Sequence[Tensor]) -> None:
+    def append_step(
+        self, line: dict[str, Any], kinds: list[str], everyone: Sequence[Tensor], keys: Sequence[str] = ()
+    ) -> None:
         """Adds a step whose numbers may still be computed.
 
         Args:
-            everyone: of each rank, fp64: the sketches of each kind, flat, then `NUMBERS` others.
+            everyone: of each rank, fp64: the sketches of each kind, flat, then `NUMBERS` others, then the settings of
+                each parameter by key, NaN where there is none.
         """
         copied, copies = None, list(everyone)
         if everyone[0].is_cuda:
@@ -144,26 +150,43 @@ class RecordWriter:
                 copy.copy_(part, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self._waiting.append((line, kinds, copies, copied))
+        self._waiting.append((line, kinds, copies, keys, copied))
         if copied is None:
             self.flush()
 
     def flush(self) -> None:
         """Writes the steps that wait."""
         while self._waiting:
-            line, kinds, everyone, copied = self._waiting.pop(0)
+            line, kinds, everyone, keys, copied = self._waiting.pop(0)
             if copied is not None:
                 copied.synchronize()
-            numbers = [part[-NUMBERS:].tolist() for part in everyone]
-            rows = [part[:-NUMBERS].view(len(kinds), -1, self.width) for part in everyone]
+            parts = []
+            for part, held in zip(everyone, self.held, strict=True):
+                settings = len(held) * len(keys)
+                parts.append(part.split([len(part) - NUMBERS - settings, NUMBERS, settings]))
+            numbers = [of_rank.tolist() for _, of_rank, _ in parts]
+            rows = [of_rank.view(len(kinds), -1, self.width) for of_rank, _, _ in parts]
             found = {
                 "loss": [loss / count for loss, count, _, _ in numbers if count],
                 "microbatches": int(max(count for _, count, _, _ in numbers)),
                 "tokens": int(sum(tokens for _, _, tokens, _ in numbers)),
                 "batch": sum(int(batch) for *_, batch in numbers) % 2**52,
+                "settings": self._settings([of_rank for _, _, of_rank in parts], keys),
             }
             of_kinds = {kind: self._combine([part[i] for part in rows]) for i, kind in enumerate(kinds)}
             self.append({**line, **(found if "step" in line else {}), **of_kinds})
+
+    def _settings(self, everyone: Sequence[Tensor], keys: Sequence[str]) -> list[tuple[dict[str, float], list[str]]]:
+        """Settings and the parameters that have them, as the first rank with settings of a parameter says."""
+        of_parameter: dict[str, tuple[tuple[str, float], ...]] = {}
+        for of_rank, held in zip(everyone, self.held, strict=True):
+            for name, row in zip(held, of_rank.view(len(held), len(keys)).tolist(), strict=True):
+                if found := tuple((k, number) for k, number in zip(keys, row, strict=True) if not math.isnan(number)):
+                    of_parameter.setdefault(name, found)
+        names: dict[tuple[tuple[str, float], ...], list[str]] = {}
+        for name, found in of_parameter.items():
+            names.setdefault(found, []).append(name)
+        return [(dict(found), of_group) for found, of_group in names.items()]
 
     def _combine(self, everyone: Sequence[Tensor]) -> dict[str, Any]:
         """The sketches of whole tensors from those of all ranks' shards.
@@ -272,4 +295,9 @@ def _step(line: Mapping[str, Any], parameters: Mapping[str, Any], width: int) ->
         tokens=int(line.get("tokens", 0)),
         batch=int(line.get("batch", 0)),
         kinds=kinds,
+        settings={
+            str(name): {str(key): float(number) for key, number in of_group.items()}
+            for of_group, names in line.get("settings", ())
+            for name in names
+        },
     )

@@ -1,4 +1,4 @@
-"""Records the steps of any PyTorch trainer as sketches: losses, gradients, weights and optimizer states.
+"""Records the steps of any PyTorch trainer: losses, settings, and sketches of gradients, weights and optimizer states.
 
 Works by the optimizer's hooks, on plain tensors, DDP, FSDP2 and any DTensor. Must not know trainers or models.
 
@@ -8,8 +8,10 @@ Shapes: U units of a tensor (see `sketch`), J projections.
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,9 @@ from torch.optim import Optimizer
 from foundry_moe.certify.record import NONE, NUMBERS, Held, RecordWriter
 from foundry_moe.certify.sketch import Part, sketch, units_of
 from foundry_moe.schema import UserError, plain_name
+
+# Keys of a parameter group that do not change the update: the last four choose its implementation.
+_NO_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Box(NamedTuple):
@@ -40,6 +45,9 @@ class Recorder:
     a resume. Each recorded step reads gradients, weights and states once (gradients again in each `batch`), and gathers
     U (1 + J) fp64 numbers a tensor on rank 0, which appends a line of JSON of about 20 bytes per number. On a GPU
     nothing waits for the device: the line is written at the next step, at `close`, or when the program ends.
+
+    Settings are the numbers of the optimizer's parameter groups at each step, of those keys that the first recorded
+    step has. One that is a tensor on the device is waited for.
 
     Args:
         optimizer: one of torch's, or a wrapper with the optimizer in its attribute `optimizer`, as Accelerate's.
@@ -86,6 +94,8 @@ class Recorder:
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._step, self._begun = step, False
         self._states: list[str] = []
+        self._keys: list[str] = []  # of settings
+        self._settings: list[float] = []  # of the step that is being recorded, by parameter and key
         self._loss: Tensor | float = 0.0
         self._microbatches, self._tokens, self._batch = 0, 0, 0
         self._kinds: dict[str, Tensor] = {}  # of the step that is being recorded
@@ -100,7 +110,7 @@ class Recorder:
                 "and give both to Recorder"
             )
         everyone = [of_rank for of_rank, _ in gathered]
-        self._rows = [sum(units_of(tuple(part.size)) for part in of_rank.values()) for of_rank in everyone]
+        self._sizes = [(sum(units_of(tuple(h.size)) for h in of_rank.values()), len(of_rank)) for of_rank in everyone]
         self._writer, refused = None, ""
         if self._is_first:
             try:
@@ -183,6 +193,7 @@ class Recorder:
             self._writer.flush()
         if not self._records(self._next_step()):
             return
+        self._settings = self._read_settings()
         if not self._begun:
             self._write({"begin": self._next_step() - 1}, self._weights_and_states())
         self._kinds["gradient"] = self._sketch([p.grad for p in self.parameters.values()])
@@ -194,6 +205,19 @@ class Recorder:
         self._write({"step": self._step}, {**self._kinds, **self._weights_and_states()})
         self._begun, self._kinds = True, {}
         self._loss, self._microbatches, self._tokens, self._batch = 0.0, 0, 0, 0
+
+    def _read_settings(self) -> list[float]:
+        """The numbers of each parameter's group by key; NaN where there is none. All ranks have the same keys."""
+        of_groups = [(_numbers(group), group["params"]) for group in self.optimizer.param_groups]
+        if not self._begun:
+            mine = {key for numbers, _ in of_groups for key in numbers}
+            self._keys = sorted(set().union(*self._gather_objects(mine)))
+        of_parameter = {parameter: numbers for numbers, group in of_groups for parameter in group}
+        return [
+            of_parameter.get(parameter, {}).get(key, math.nan)
+            for parameter in self.parameters.values()
+            for key in self._keys
+        ]
 
     def _weights_and_states(self) -> dict[str, Tensor]:
         parameters = self.parameters.values()
@@ -232,14 +256,17 @@ class Recorder:
         return rows
 
     def _write(self, line: dict[str, Any], kinds: dict[str, Tensor]) -> None:
-        """Gathers sketches and losses of all ranks on rank 0, which writes them. Collective; one copy to the host."""
+        """Gathers the numbers of all ranks on rank 0, which writes them. Collective; one copy to the host."""
         first = next(iter(kinds.values()))
         loss = torch.as_tensor(self._loss, dtype=torch.float64).to(first.device, non_blocking=True).reshape(1)
-        counts = torch.tensor([self._microbatches, self._tokens, self._batch], dtype=torch.float64)
+        others = torch.tensor([self._microbatches, self._tokens, self._batch, *self._settings], dtype=torch.float64)
         mine = torch.cat(
-            [*(rows.flatten() for rows in kinds.values()), loss, counts.to(first.device, non_blocking=True)]
+            [*(rows.flatten() for rows in kinds.values()), loss, others.to(first.device, non_blocking=True)]
         )
-        lengths = [rows * first.shape[1] * len(kinds) + NUMBERS for rows in self._rows]
+        lengths = [
+            rows * first.shape[1] * len(kinds) + NUMBERS + parameters * len(self._keys)
+            for rows, parameters in self._sizes
+        ]
         everyone = [mine]
         if self._ranks > 1:
             padded = mine.new_zeros(max(lengths))
@@ -247,7 +274,8 @@ class Recorder:
             everyone = [torch.empty_like(padded) for _ in range(self._ranks)] if self._is_first else []
             dist.gather(padded, everyone or None, dst=0)
         if self._writer is not None:
-            self._writer.append_step(line, list(kinds), [part[:n] for part, n in zip(everyone, lengths, strict=True)])
+            parts = [part[:n] for part, n in zip(everyone, lengths, strict=True)]
+            self._writer.append_step(line, list(kinds), parts, self._keys)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         if self._ranks == 1:
@@ -265,6 +293,19 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer:
             raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer with hooks: give the one it wraps")
         optimizer = inner
     return optimizer
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The settings of a parameter group; of a tuple such as betas, each number by its index."""
+    found = {}
+    for key, value in group.items():
+        if key in _NO_SETTINGS:
+            continue
+        several = isinstance(value, list | tuple)
+        for name, part in [(f"{key}[{i}]", part) for i, part in enumerate(value)] if several else [(key, value)]:
+            if isinstance(part, Real) or (isinstance(part, Tensor) and part.numel() == 1):
+                found[name] = float(part)
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ SYMPTOMS = {
     "frozen": r"bias never has a gradient",
     "another batch": r"step 1: another batch of as many tokens",
     "clips by its own norm": r"times those of .*: clipping by another norm",
-    "another learning rate": r"weight at step 1 differs and gradients agree: the optimizer's update",
+    "another learning rate": r"the optimizer's lr of .* at step 1 is 0\.03 in place of 0\.01",
     "dense gradients of one rank": r"head.*differ",
     "experts of rank 1 lost": r"weight at the start: the experts of rank 1 .* differ, and all else agrees",
     "moments lost": r"state exp_avg of .* restarted at zero at the start",

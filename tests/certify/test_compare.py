@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
-from foundry_moe.certify.compare import _MOST, TOLERANCE, Report, compare
+from foundry_moe.certify.compare import _MOST, TOLERANCE, Report, _renamed, compare
 from foundry_moe.certify.record import Quantity, Record, Rows, Step
 from foundry_moe.schema import UserError
 
@@ -144,3 +145,47 @@ def test_a_factor_that_rounds_to_one_is_not_named_and_bf16_is_considered() -> No
         assert report.first is not None and not report.symptoms
         assert any("within the rounding of bf16: if the runs compute in it" in note for note in report.notes)
     assert not any("bf16" in note for note in compared(KINDS, changed("gradient", a=row(1.2))).notes)
+
+
+def with_settings(*steps: Mapping[str, Mapping[str, float]], name: str = "b", kinds: Kinds = KINDS) -> Record:
+    made = record([kinds] * len(steps), name=name)
+    return replace(
+        made, steps=tuple(replace(step, settings=found) for step, found in zip(made.steps, steps, strict=True))
+    )
+
+
+LR = {"a.weight": {"lr": 0.1, "eps": 0.0}, "b.weight": {"lr": 0.2, "eps": 0.0}}
+
+
+def test_the_first_step_at_which_a_setting_differs_is_named() -> None:
+    lower = {"a.weight": {"lr": 0.05, "eps": 1e-08}, "b.weight": {"lr": 0.2, "eps": 1e-08}}
+    symptoms = compare(with_settings(LR, LR, LR, name="a"), with_settings(LR, lower, {})).symptoms
+    assert symptoms == (
+        "the optimizer's lr of a.weight at step 2 is 0.05 in place of 0.1",
+        "the optimizer's eps of a.weight, b.weight at step 2 is 1e-08 in place of 0",
+    )
+    swapped = {"a.weight": LR["b.weight"], "b.weight": LR["a.weight"]}
+    (said,) = compare(with_settings(LR, name="a"), with_settings(swapped)).symptoms
+    assert said.endswith("of a.weight, b.weight at step 1 is 0.2 in place of 0.1, 0.1 in place of 0.2")
+    renamed = _renamed(with_settings({name.upper(): found for name, found in swapped.items()}), str.upper)
+    assert compare(with_settings(LR, name="a"), renamed, rename=str.lower).symptoms == (said,)
+
+
+def test_settings_of_one_record_alone_and_rounding_are_no_difference() -> None:
+    ours = with_settings(LR, name="a")
+    others = {name: {"lr": found["lr"] * (1 + 1e-7), "momentum": 0.9} for name, found in reversed(LR.items())}
+    others["a.weight"]["eps"] = 1e-20
+    for theirs in (LR, others, {}):
+        reports = compare(ours, with_settings(theirs)), compare(with_settings(theirs), ours)
+        for report in reports:
+            assert report.same
+            assert report.notes == (() if theirs else ("the optimizer's settings are not compared: not in b",))
+
+
+def test_a_trained_parameter_that_one_optimizer_does_not_have_is_named() -> None:
+    ours, theirs = with_settings(LR, name="a"), with_settings({"a.weight": LR["a.weight"]})
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert compare(one, other).symptoms == ("b: b.weight is not in the optimizer at step 1",)
+    frozen = changed("gradient", b=None)
+    ours = with_settings(LR, name="a", kinds=frozen)
+    assert compare(ours, with_settings({"a.weight": LR["a.weight"]}, kinds=frozen)).same

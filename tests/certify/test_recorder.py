@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foundry_moe.certify import Recorder, read_record
+from foundry_moe.certify import Recorder, compare, read_record
 from foundry_moe.certify.record import NONE, NUMBERS, Held, RecordWriter
 from foundry_moe.schema import UserError
 
@@ -95,22 +99,76 @@ def test_a_loss_is_one_number(tmp_path: Path) -> None:
     assert read_record(tmp_path).steps[0].mean_loss == (0.1 + 2 * loss.item()) / 3
 
 
+def test_settings_are_those_of_each_step(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(model(), torch.nn.Linear(2, 2))
+    groups = [
+        {"params": [net[1].weight, net[0].weight], "weight_decay": 0.1, "lr": torch.tensor(0.5), "foreach": False},
+        {"params": [net[1].bias, torch.nn.Parameter(torch.zeros(1))], "betas": (0.5, 0.75)},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.0, amsgrad=True)
+    Recorder(net, optimizer, tmp_path, every=2)
+    for lr in (0.25, 0.125, 0.0625, 0.03125):
+        optimizer.param_groups[1]["lr"] = lr
+        net(torch.ones(3)).sum().backward()
+        optimizer.step()
+    steps = read_record(tmp_path).steps
+    assert [step.settings["1.bias"]["lr"] for step in steps] == [0.25, 0.125, 0.03125]
+    of_step = steps[0].settings
+    assert of_step.keys() == {"0.weight", "1.weight", "1.bias"}
+    common = {"eps": 1e-8, "amsgrad": 1.0, "maximize": 0.0}
+    found = {key: value for key, value in of_step["0.weight"].items() if key != "decoupled_weight_decay"}
+    assert found == {"lr": 0.5, "weight_decay": 0.1, "betas[0]": 0.9, "betas[1]": 0.999, **common}
+    assert of_step["1.weight"] == of_step["0.weight"]
+    assert of_step["1.bias"].items() >= {"weight_decay": 0.0, "betas[0]": 0.5, "betas[1]": 0.75, **common}.items()
+
+
+SGD, ADAMW = torch.optim.SGD, partial(torch.optim.AdamW, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "named"),
+    [
+        (partial(SGD, lr=1e-5), partial(SGD, lr=2e-5), "lr of weight at step 1 is 2e-05 in place of 1e-05"),
+        (ADAMW, partial(ADAMW, weight_decay=0.0), "weight_decay of weight at step 1 is 0 in place of 0.01"),
+        (ADAMW, partial(ADAMW, eps=1e-6), "eps of weight at step 1 is 1e-06 in place of 1e-08"),
+        (ADAMW, partial(ADAMW, foreach=True), ""),
+    ],
+)
+def test_settings_whose_updates_are_within_the_tolerance_are_compared(
+    ours: Callable[..., Any], theirs: Callable[..., Any], named: str, tmp_path: Path
+) -> None:
+    for name, made in (("a", ours), ("b", theirs)):
+        net = model()
+        optimizer = made(net.parameters())
+        recorder = Recorder(net, optimizer, tmp_path / name)
+        net(torch.ones(3)).sum().backward()
+        optimizer.step()
+        recorder.close()
+    report = compare(read_record(tmp_path / "a"), read_record(tmp_path / "b"), tolerance=1e-2)
+    assert report.first is None
+    assert [bool(re.search(named, symptom)) for symptom in report.symptoms] == [True] * bool(named), report
+    path = tmp_path / "b/record.jsonl"  # as it was before settings were recorded
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "settings"}) + "\n" for line in lines))
+    assert compare(read_record(tmp_path / "a"), read_record(tmp_path / "b"), tolerance=1e-2).same
+
+
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     net, other = model(), model()
     with pytest.raises(UserError, match="the optimizer trains no parameter of this model"):
-        Recorder(copy.deepcopy(net), torch.optim.SGD(net.parameters(), lr=0.1), tmp_path / "a")
+        Recorder(copy.deepcopy(net), SGD(net.parameters(), lr=0.1), tmp_path / "a")
     assert not (tmp_path / "a").exists()
     other.weight.requires_grad_(False)
     with pytest.raises(UserError, match="the optimizer trains no parameter of this model"):
-        Recorder(other, torch.optim.SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
-    Recorder(net, torch.optim.SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
+        Recorder(other, SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
+    Recorder(net, SGD([*other.parameters(), *net.parameters()], lr=0.1), tmp_path / "a")
 
 
 def test_two_parameters_of_one_clean_name_are_refused(tmp_path: Path) -> None:
     net = model()
     net.module = model()
     with pytest.raises(UserError, match=r"weight and module\.weight would both be recorded as weight"):
-        Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), tmp_path)
+        Recorder(net, SGD(net.parameters(), lr=0.1), tmp_path)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -129,11 +187,11 @@ class Wrapper(torch.optim.Optimizer):
 
 def test_the_optimizer_of_a_wrapper_without_hooks_is_recorded(tmp_path: Path) -> None:
     net = model()
-    wrapper = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    wrapper = Wrapper(SGD(net.parameters(), lr=0.1))
     Recorder(net, wrapper, tmp_path)
     net(torch.ones(3)).sum().backward()
     wrapper.step()
-    assert len(read_record(tmp_path).steps) == 1
+    assert read_record(tmp_path).steps[0].settings["weight"]["lr"] == 0.1
     with pytest.raises(UserError, match=r"Wrapper is no torch\.optim\.Optimizer with hooks: give the one it wraps"):
         Recorder(net, Wrapper(None), tmp_path / "none")
 
@@ -164,6 +222,20 @@ def test_shards_are_added_and_replicas_compared(tmp_path: Path) -> None:
     gradient = missing.kinds["gradient"]
     assert gradient.rows == {"w": [[4.0, 1.0]]} and gradient.apart == {"w": float("inf")}
     assert none.kinds["gradient"].rows == {"w": None} and none.kinds["gradient"].apart == {}
+
+
+def test_settings_of_parameters_that_some_ranks_have(tmp_path: Path) -> None:
+    """Both ranks have u, and each another; rank 0's optimizer does not have u."""
+    part, nan = Held([1], [0], [1], "float32"), float("nan")
+    writer = RecordWriter(tmp_path, [{"u": part, "v": part}, {"w": part, "u": part}], 1)
+    tail = [0.0] * (4 + NUMBERS)  # sketches of two parameters
+    everyone = [[*tail, nan, nan, 0.5, 0.0], [*tail, 0.5, 0.0, 0.25, nan]]
+    numbers = [torch.tensor(of_rank, dtype=torch.float64) for of_rank in everyone]
+    for line in ({"begin": 0}, {"step": 1}):
+        writer.append_step(line, ["weight"], numbers, ["lr", "eps"])
+    assert read_record(tmp_path).steps[0].settings == {
+        "u": {"lr": 0.25}, "v": {"lr": 0.5, "eps": 0.0}, "w": {"lr": 0.5, "eps": 0.0}
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("boxes", [[(0, 2), (0, 2)], [(0, 2), (2, 1)], [(0, 4), (2, 2)]])
