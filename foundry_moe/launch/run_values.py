@@ -185,6 +185,8 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
 
 def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     """Parts of Composer and LLM Foundry that fail with an error of their own, or in their first step."""
+    if fits(seed := run.get("seed"), int) and not 0 <= seed < 2**32:
+        yield f"seed ({seed}) must be 0 to {2**32 - 1}, as numpy's must"
     callbacks, optimizer = section(run, "callbacks"), section(run, "optimizer").get("name")
     if "mono_checkpoint_saver" in callbacks and run.get("fsdp_config") is not None:
         yield "callbacks.mono_checkpoint_saver does not support FSDP2: use callbacks.elastic_checkpoint"
@@ -209,6 +211,9 @@ def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
 
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+    labels = [loader.get("label") for where, loader in loaders(run) if where.startswith("eval_loader.")]
+    for label in sorted({str(label) for label in labels if label is not None and labels.count(label) > 1}):
+        yield f"eval_loader: {labels.count(label)} have the label {label}, which names their losses: give each its own"
     for where, loader in loaders(run):
         if loader.get("num_workers") != 0:
             continue

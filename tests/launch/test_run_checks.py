@@ -72,6 +72,12 @@ def check(*overrides: str) -> None:
         ("max_duration=400", r"max_duration \(400\) has no unit: use 400ba for batches or 400ep for epochs"),
         ("max_duration=400batches", "must be a time such as 100ba"),
         ("callbacks.speed_monitr={}", "did you mean 'speed_monitor'"),
+        ("seed=4294967296", r"seed \(4294967296\) must be 0 to 4294967295"),
+        (
+            "eval_loader=[{label: q, name: text, dataset: {}, drop_last: false, num_workers: 1}, "
+            "{label: q, name: text, dataset: {}, drop_last: false, num_workers: 1}]",
+            "eval_loader: 2 have the label q, which names their losses: give each its own",
+        ),
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
         ("callbacks.scheduled_gc={}", "batch_interval is missing"),
         (
