@@ -13,6 +13,7 @@
 #   make chaos-ceph                 the same on a local Ceph RGW (Debian packages: see scripts/ceph_rgw.sh) or on any
 #                                   S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
+#   make serve-exports [FOLDERS=...]  compares vLLM's numbers for exported models, on a CPU (6 GB; 12 minutes; not in CI)
 #   make test-transformers          foundry_moe/integrations on the base install with transformers 5
 #   make peft-env                   peft 0.18 and the newest beside transformers 5, for tests of adapters; skipped without
 #   make test-peft                  these tests
@@ -37,7 +38,7 @@ export HF_DATASETS_OFFLINE := 1
 # If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test test-all test-rest lint docs dist check-exports test-transformers peft-env test-peft mutants papers verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs dist check-exports serve-exports test-transformers peft-env test-peft mutants papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -71,6 +72,9 @@ dist: env
 
 check-exports: env
 	scripts/check_exports.sh $(VENV) $(FOLDERS)
+
+serve-exports: env
+	scripts/serve_exports.sh $(VENV) $(FOLDERS)
 
 test-transformers: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers

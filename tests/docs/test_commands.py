@@ -126,6 +126,8 @@ NOT_RUN = {  # and why; their arguments are parsed
     'make demo DEMO="max_duration=400ba"': CI,
     "make docs": CI,
     "make env": CI,
+    "make serve-exports": "installs 6 GB",
+    "make serve-exports FOLDERS=exported": "installs 6 GB",
     "make test": CI,
     "make test-peft": "needs an environment with transformers 5",
     "make test-transformers": CI,

@@ -24,7 +24,7 @@ from foundry_moe.cli import main
 from foundry_moe.models.families import family_of
 from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.models.native.architecture import KEY, architecture_of
-from tests.helpers.families import MODEL_TYPES, small
+from tests.helpers.families import MODEL_TYPES, SPREAD, WIDTH, small
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32, "activation": "swiglu", "init_std": 0.2}
 ROPE = {"rope": True, "rope_impl": "hf"}
@@ -37,7 +37,14 @@ def mpt(moe: dict[str, Any] | None = None, attn_config: dict[str, Any] | None = 
         moe={**EXPERTS, **(moe or {})},
         attn_config={**ROPE, **(attn_config or {})},
         **{
-            **{"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 1, "max_seq_len": 64, "vocab_size": 96},
+            **{
+                "d_model": WIDTH,
+                "n_heads": 4,
+                "n_layers": 2,
+                "expansion_ratio": 1,
+                "max_seq_len": 64,
+                "vocab_size": 96,
+            },
             **{"no_bias": True, "norm_type": "low_precision_rmsnorm", "tie_word_embeddings": False},
             **{"learned_pos_emb": False, "use_train_metrics": False},
             "init_config": {"name": "baseline_", "init_std": 0.2},
@@ -58,8 +65,8 @@ MPTS: dict[str, dict[str, Any]] = {
         "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
     },
     "mixtral, narrow heads": {
-        "head_dim": 4,
-        "attn_config": {"fused_qkv": False, "softmax_scale": 0.5},
+        "head_dim": WIDTH // 8,
+        "attn_config": {"fused_qkv": False, "softmax_scale": (WIDTH // 8) ** -0.5},
     },
     "mixtral, apart": {
         "attn_config": {"fused_qkv": False, "attn_type": "multiquery_attention"},
@@ -74,10 +81,10 @@ MPTS: dict[str, dict[str, Any]] = {
         "moe": {"gate": {"name": "switch"}, "top_k": 1},
     },
     "qwen3_moe, wide heads": {
-        "head_dim": 16,
+        "head_dim": WIDTH // 2,
         "attn_config": {
             **{"attn_type": "grouped_query_attention", "kv_n_heads": 2, "qk_gn": True, "norm_type": "rmsnorm"},
-            **{"fused_qkv": False, "softmax_scale": 0.25, "rope_theta": 1000000},
+            **{"fused_qkv": False, "softmax_scale": (WIDTH // 2) ** -0.5, "rope_theta": 1000000},
         },
     },
     "qwen3_moe, every other layer": {
@@ -118,14 +125,14 @@ def commit(model: nn.Module, folder: Path, steps: tuple[int, ...] = (7,), **info
 
 def of_hugging_face(kind: str) -> nn.Module:
     """A small model of transformers that was given dMoE layers."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "initializer_range": 0.3}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "initializer_range": SPREAD}
     torch.manual_seed(4)
     dense = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
-        STRETCHED: lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, rope_scaling=YARN)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=WIDTH // 4)),
+        STRETCHED: lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=WIDTH // 4, rope_scaling=YARN)),
     }
     if kind in dense:
         model = dense[kind]()

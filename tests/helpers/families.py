@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,16 @@ from transformers import (
 )
 
 VOCABULARY = 61
+WIDTH = int(os.environ.get("EXPORT_WIDTH", "32"))  # servers have no heads as narrow as a quarter of this
+SPREAD = 0.3 * (32 / WIDTH) ** 0.5  # of initial weights
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
+    "hidden_size": WIDTH,
     "intermediate_size": 44,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
+    "initializer_range": SPREAD,
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
@@ -59,14 +62,14 @@ def _dbrx(**keys: Any) -> PreTrainedModel:
     ffn = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 2, "moe_normalize_expert_weights": None}
     model = DbrxForCausalLM(
         DbrxConfig(
-            d_model=32,
+            d_model=WIDTH,
             n_heads=4,
             n_layers=2,
             max_seq_len=64,
             vocab_size=VOCABULARY,
             attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             ffn_config={**ffn, **keys},
-            initializer_range=0.3,
+            initializer_range=SPREAD,
             pad_token_id=0,
         )
     )
@@ -76,7 +79,7 @@ def _dbrx(**keys: Any) -> PreTrainedModel:
 _BUILD: dict[str, Callable[..., PreTrainedModel]] = {
     "mixtral": lambda **keys: MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 5, **keys})),
     "olmoe": lambda **keys: OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": 5, **keys})),
-    "qwen3_moe": lambda **keys: _qwen(Qwen3MoeForCausalLM, Qwen3MoeConfig, **{"head_dim": 8, **keys}),
+    "qwen3_moe": lambda **keys: _qwen(Qwen3MoeForCausalLM, Qwen3MoeConfig, **{"head_dim": WIDTH // 4, **keys}),
     "qwen2_moe": lambda **keys: _qwen(
         Qwen2MoeForCausalLM, Qwen2MoeConfig, **{"shared_expert_intermediate_size": 28, **keys}
     ),
