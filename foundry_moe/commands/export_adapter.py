@@ -130,8 +130,8 @@ def write_adapter(
     scale = _scale_of(architecture)
     if others := _trained_beside(weights.found):
         raise UserError(
-            f"--adapter: the run also trained {shorten(others)}, which a folder of adapters leaves out: use --merge, or "
-            "train adapters alone (optimizer.disable_grad: '^(?!.*_[AB]_E[DF]L$)')"
+            f"--adapter: the run also trained {shorten(others)}, which a folder of adapters leaves out: use --merge, "
+            "or train adapters alone (optimizer.disable_grad: '^(?!.*_[AB]_E[DF]L$)')"
         )
     native = native_of(replace(architecture, experts=replace(architecture.experts, lora=None)))
     parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]

@@ -185,7 +185,8 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
 
 def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     """Parts of Composer and LLM Foundry that fail with an error of their own, or in their first step."""
-    if fits(seed := run.get("seed"), int) and not 0 <= seed < 2**32:
+    seed: Any = run.get("seed")
+    if fits(seed, int) and not 0 <= seed < 2**32:
         yield f"seed ({seed}) must be 0 to {2**32 - 1}, as numpy's must"
     callbacks, optimizer = section(run, "callbacks"), section(run, "optimizer").get("name")
     if "mono_checkpoint_saver" in callbacks and run.get("fsdp_config") is not None:

@@ -185,7 +185,8 @@ class BatchContext:
         ids, mask = run.token_ids_BS, run.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
         if fits and training and needs_mask and mask is not None and mask.numel() != num_tokens:
-            raise UserError(f"the mask {list(mask.shape)} must have the shape of the token ids, {list(ids.shape)}")
+            wanted = [] if ids is None else list(ids.shape)
+            raise UserError(f"the mask {list(mask.shape)} must have the shape of the token ids, {wanted}")
         by_sequence = training and balance_over == "sequence" and "balance" in losses
         sum_for = partial(self._sum_for, balance_over if training and losses else "rank", layer, run.batch_counts)
         return GateContext(
@@ -271,13 +272,13 @@ class BatchContext:
 
     def check_ranks(self, what: str) -> None:
         """Raises ValueError if `what` has to be summed over the ranks of this job, and nothing has connected them."""
-        if self.sum_over_ranks is unchanged and dist.is_available() and dist.is_initialized():
-            if (ranks := dist.get_world_size()) > 1:
-                raise UserError(
-                    f"{what} needs sums over the {ranks} ranks of this job: call foundry_moe.parallelize(model, ...), "
-                    "or with DDP or FSDP2 alone `GateCollectives().connect(batch_context(model))` (of "
-                    "foundry_moe.parallel.collectives)"
-                )
+        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if self.sum_over_ranks is unchanged and not alone:
+            raise UserError(
+                f"{what} needs sums over the {dist.get_world_size()} ranks of this job: call "
+                "foundry_moe.parallelize(model, ...), or with DDP or FSDP2 alone "
+                "`GateCollectives().connect(batch_context(model))` (of foundry_moe.parallel.collectives)"
+            )
 
     def _sum_batch(self, known: Mapping[tuple[int, str], Tensor], key: tuple[int, str], counts: Tensor) -> Tensor:
         if self._counting:
@@ -364,7 +365,8 @@ class BatchContext:
             return None
         if torch.compiler.is_compiling():
             # breaks the graph of a model that is compiled as a whole: only a hook of its loss has the loss's scale
-            return self._watch_uncompiled(output, ended) if self.has_losses and _loss_of(output)[1] is not None else None
+            scaled = self.has_losses and _loss_of(output)[1] is not None
+            return self._watch_uncompiled(output, ended) if scaled else None
         return self._watch(output, ended)
 
     def _watch(self, output: Any, ended: ForwardPass) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class ChoiceRecord:
         parts = next(iter(self._taken.values()))
         return [(sequences, len(experts_TK) // max(sequences, 1)) for experts_TK, _, sequences in parts]
 
-    def _stack(self, which: int) -> Tensor:
+    def _stack(self, which: Literal[0, 1]) -> Tensor:
         numbers = [sum(len(part[0]) for part in parts) for parts in self._taken.values()]
         if len(set(numbers)) > 1 or not all(self._taken.values()):
             raise UserError(f"the layers recorded {numbers} tokens: run the whole model within record_choices")
@@ -120,9 +121,7 @@ class PassChoices:
         self.seen: set[nn.Module] = set()
 
     @torch.compiler.disable
-    def take(
-        self, layer: nn.Module, tokens: int, device: torch.device, sequences: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def take(self, layer: nn.Module, tokens: int, device: torch.device, sequences: int) -> tuple[Tensor, Tensor | None]:
         """experts_TK, and weights_TK where these are replayed, too."""
         choices = self.choices
         held = len(choices.experts_TLK)
