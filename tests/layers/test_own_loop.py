@@ -60,7 +60,7 @@ def two_ranks():
 def test_random_numbers_of_a_gate_need_the_progress_with_which_they_change(gate, top_k):
     model = Model(gate, top_k, loss={})
     model.context.observe(model)
-    with pytest.raises(ValueError, match=r"random numbers follow the training's progress, which nothing sets: .*step_g"):
+    with pytest.raises(ValueError, match=r"random numbers follow the training's progress, which nothing sets"):
         model(batch())
     outputs = []
     for step in range(2):
