@@ -89,6 +89,11 @@ def is_curriculum(callback: object) -> bool:
     return any(cls.__name__ == "CurriculumLearning" for cls in type(callback).__mro__)
 
 
+def swaps_dataset(callback: object) -> bool:
+    """Whether this is a callback of LLM Foundry that resumes in another data set than that of `train_loader`."""
+    return is_curriculum(callback) or any(cls.__name__ == "DatasetSwap" for cls in type(callback).__mro__)
+
+
 def allow_next_datamix(callback: Any, saved: Any) -> None:
     """Changes a saved state of `curriculum_learning` from after the last datamix, so that the callback accepts it.
 

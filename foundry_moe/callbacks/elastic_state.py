@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from foundry_moe.callbacks.data_order import DataPosition, allow_next_datamix, is_curriculum, seed_of
 from foundry_moe.checkpoint.codec import encode
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.errors import DamagedError, MismatchError
 from foundry_moe.checkpoint.strict import MOST, shown
 from foundry_moe.schema import UserError
 
@@ -42,6 +42,7 @@ SECTIONS = ("model", "optim", "composer")
 TIME = "composer.Time"
 RECORD = "dataclass."  # and the name of the class
 NEVER = ("repr", "required_on_load")  # keys of an algorithm's state; Composer evaluates the first as Python
+ONLY_WEIGHTS = "or start a new run from its weights, with load_path, load_weights_only: true and another folder"
 
 
 def collect(
@@ -150,6 +151,7 @@ def check(
 
     Raises:
         DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
+        MismatchError: this run has other groups of parameters, or fewer samples than the checkpoint has read.
     """
     _only(loaded, SECTIONS, "the checkpoint")
     optim = _mapping(loaded.get("optim", {}), "optim")
@@ -184,7 +186,8 @@ def _check_groups(groups: Any, ours: Sequence[Mapping[str, Any]]) -> None:
     if not isinstance(groups, list):
         raise DamagedError(f"optim.param_groups is a {type(groups).__name__}, not a list")
     if len(groups) != len(ours):
-        raise DamagedError(f"optim.param_groups has {len(groups)} groups, where this run has {len(ours)}")
+        counts = f"{len(groups)} group{'s' * (len(groups) != 1)}, this run {len(ours)}"
+        raise MismatchError(f"optimizer.param_groups: the checkpoint has {counts}: use the same groups, {ONLY_WEIGHTS}")
     for number, (group, like) in enumerate(zip(groups, ours, strict=True)):
         where = f"optim.param_groups.{number}"
         for key, value in _mapping(group, where).items():
@@ -194,7 +197,10 @@ def _check_groups(groups: Any, ours: Sequence[Mapping[str, Any]]) -> None:
             if any(isinstance(n, int | float) and not 0 <= n < bound for n in numbers):
                 raise DamagedError(f"{where}.{key} is {shown(value)}, which no optimizer takes")
         if "params" in like and sorted(map(str, group.get("params") or [])) != sorted(map(str, like["params"])):
-            raise DamagedError(f"{where}.params names other parameters than this run's optimizer has")
+            raise MismatchError(
+                f"optimizer.param_groups: group {number} of the checkpoint has other parameters than that of this run: "
+                f"use the same groups, {ONLY_WEIGHTS}"
+            )
 
 
 def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], where: str, step: int | None) -> None:
@@ -220,12 +226,17 @@ def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
     train = dataset.get("train")
     if not isinstance(train, Mapping):
         return
-    limits = {"sample_in_epoch": MOST if samples is None else samples, "shuffle_seed": 2**32 - 1}
+    limits = {"sample_in_epoch": MOST, "shuffle_seed": 2**32 - 1}
     limits |= {"epoch": 2**31, "num_canonical_nodes": 2**16, "initial_physical_nodes": 2**16}
     for key, most in limits.items():
         value = train.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= most):
             raise DamagedError(f"composer.dataset_state.train.{key} is {shown(value)}, not a count up to {most}")
+    if samples is not None and (train.get("sample_in_epoch") or 0) > samples:
+        raise MismatchError(
+            f"the checkpoint has read {train['sample_in_epoch']} samples of its epoch, and train_loader.dataset has at "
+            f"most {samples} per epoch: use the data set that the checkpoint was trained with, {ONLY_WEIGHTS}"
+        )
 
 
 def _only(found: Mapping[str, Any], keys: Sequence[str], where: str) -> None:

@@ -22,7 +22,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from foundry_moe import __version__
-from foundry_moe.callbacks.data_order import DataPosition
+from foundry_moe.callbacks.data_order import DataPosition, swaps_dataset
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
@@ -328,11 +328,14 @@ def _read(
         here.update(collect(state, weights_only=weights_only or bool(info.get("weights_only")), left_out=left_out))
         return here
 
-    samples = _samples_of(state)
+    def check_loaded(loaded: Loaded) -> None:
+        samples = _samples_of(state, loaded.info.get("world_size"))
+        check(loaded.state, here, step=loaded.step, samples=samples)
+
     return engine.load(
         target,
         resume,
-        check=lambda loaded: check(loaded.state, here, step=loaded.step, samples=samples),
+        check=check_loaded,
         sections=("model",) if weights_only else None,
     )
 
@@ -343,6 +346,9 @@ def _restore(state: State, loaded: Loaded, logger: Logger, *, keep_settings: boo
     check_model(describe_model(state.model), loaded.info.get("model"))
     configured = describe_training(state)
     data = dict((loaded.state.get("composer") or {}).get("dataset_state") or {})  # Composer empties it
+    train, samples = data.get("train") or {}, _samples_of(state, dist.get_world_size())
+    if samples is not None and (train.get("sample_in_epoch") or 0) > samples:
+        train["sample_in_epoch"] = samples  # at the end of an epoch that was padded for more ranks
     restore(state, loaded.state, logger, keep_settings=keep_settings)
     in_effect = describe_training(state)
     if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
@@ -401,12 +407,15 @@ def _check_base(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     )
 
 
-def _samples_of(state: State) -> int | None:
-    """The most samples that an epoch counts: a streaming dataset's, and the padding of its last batch."""
-    loader = state.train_dataloader
-    size = getattr(getattr(loader, "dataset", None), "epoch_size", None)
-    batch = getattr(loader, "batch_size", None) or 1
-    return size + batch * dist.get_world_size() if isinstance(size, int) and isinstance(batch, int) else None
+def _samples_of(state: State, ranks: object) -> int | None:
+    """The most samples that some ranks count in an epoch of a streaming dataset, which gives equally many to each.
+
+    None if it is not known, as with callbacks that have not yet swapped the dataset when a checkpoint is loaded.
+    """
+    size = getattr(getattr(state.train_dataloader, "dataset", None), "epoch_size", None)
+    if not isinstance(size, int) or type(ranks) is not int or ranks < 1 or any(map(swaps_dataset, state.callbacks)):
+        return None
+    return -(-size // ranks) * ranks
 
 
 def _counts(state: State) -> dict[str, float]:

@@ -29,6 +29,9 @@ from transformers import PreTrainedTokenizerFast
 
 from foundry_moe.callbacks.data_order import EpochSampler
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.errors import MismatchError
+from tests.helpers.forging import forge_manifest
 from tests.helpers.line import Line
 
 SAMPLES, BATCH = 12, 3
@@ -136,16 +139,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
 
 
-def write(folder: Path, columns: dict[str, str], sample: Callable[[int], dict[str, Any]]) -> Path:
+def write(folder: Path, columns: dict[str, str], sample: Callable[[int], dict[str, Any]], samples: int) -> Path:
     if not folder.exists():
         with MDSWriter(out=str(folder / "train"), columns=columns) as writer:
-            for number in range(SAMPLES):
+            for number in range(samples):
                 writer.write(sample(number))
     return folder
 
 
-def streaming(root: Path) -> StreamingDataLoader:
-    data = write(root / "mds", {"x": "ndarray:float32:3"}, lambda number: {"x": np.full(3, number, np.float32)})
+def streaming(root: Path, samples: int = SAMPLES) -> StreamingDataLoader:
+    numbers = {"x": "ndarray:float32:3"}
+    data = write(root / f"mds{samples}", numbers, lambda number: {"x": np.full(3, number, np.float32)}, samples)
     dataset = StreamingDataset(local=str(data), split="train", batch_size=BATCH, shuffle=True)
     return StreamingDataLoader(dataset, batch_size=BATCH)
 
@@ -156,11 +160,12 @@ def of_foundry(loader: dict[str, Any]) -> Any:
     return build_dataloader({**loader, "drop_last": True, **WORKERS}, tokenizer(), BATCH)
 
 
-def text_keys(root: Path, first: int = 0) -> dict[str, Any]:
+def text_keys(root: Path, first: int = 0, samples: int = SAMPLES) -> dict[str, Any]:
     data = write(
         root / f"text{first}",
         {"tokens": "bytes"},
         lambda number: {"tokens": np.full(LENGTH, first + number, np.int64).tobytes()},
+        samples,
     )
     dataset = {"local": str(data), "split": "train", "shuffle": True, "max_seq_len": LENGTH, "eos_token_id": 1}
     return {"name": "text", "dataset": dataset, "drop_last": True, **WORKERS}
@@ -189,7 +194,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "text of LLM Foundry": text,
     "finetuning of LLM Foundry": questions,
     # bins that a collator keeps for later batches are not saved
-    "packed finetuning": lambda root: questions(root, packing_ratio=1.0, max_leftovers_to_keep=0),
+    "packed finetuning": lambda root: questions(root, packing_ratio=1.0, max_leftover_bins_to_keep=0),
 }
 ENDS = {
     "before the last batch": {"end": ("batch_checkpoint", EPOCH - 1)},
@@ -201,6 +206,29 @@ ENDS = {
     "after the second epoch": {"interval": "1ep", "end": ("epoch_checkpoint", 2 * EPOCH)},
     "in the third epoch": {"end": ("batch_checkpoint", 2 * EPOCH + 2)},
 }
+
+
+def test_a_position_beyond_a_smaller_data_set_is_refused_and_not_taken_from_an_older_checkpoint(tmp_path) -> None:
+    folder = tmp_path / "run"
+    fit(folder, lambda: streaming(tmp_path), duration="1ep", end=("batch_checkpoint", EPOCH - 1))
+    for samples in (SAMPLES // 3, SAMPLES - BATCH - 1):
+        with pytest.raises(MismatchError, match=f"read 9 samples of its epoch, .* at most {samples} per epoch: use"):
+            fit(folder, lambda samples=samples: streaming(tmp_path, samples), duration="1ep")
+    later = fit(folder, lambda: streaming(tmp_path), duration="1ep")
+    assert sorted(later.samples) == [EPOCH - 1]
+
+
+def test_a_padded_epoch_of_more_ranks_ends_on_fewer(tmp_path) -> None:
+    folder = tmp_path / "run"
+    fit(folder, lambda: streaming(tmp_path), duration="2ep", end=("batch_checkpoint", EPOCH))
+
+    def pad(body: dict[str, Any]) -> None:  # as 5 ranks write it
+        body["info"]["world_size"] = 5
+        body["values"]["composer"]["dataset_state"]["train"]["sample_in_epoch"] = 15
+
+    forge_manifest(open_store(str(folder)), EPOCH, pad)
+    later = fit(folder, lambda: streaming(tmp_path), duration="2ep")
+    assert sorted(later.samples) == list(range(EPOCH, 2 * EPOCH))
 
 
 class Draws(Sampler):
@@ -244,7 +272,8 @@ MIX = 6  # batches of a datamix
 
 
 def curriculum(root: Path, mixes: int = 2) -> CurriculumLearning:
-    keys = [text_keys(root, 100 * mix) for mix in range(mixes)]
+    # a position in a later datamix may lie beyond the samples of the first
+    keys = [text_keys(root, 100 * mix, SAMPLES * (1 + mix)) for mix in range(mixes)]
     config = {"train_loader": keys[0], "device_train_batch_size": BATCH}
     duration = f"{MIX * BATCH * LENGTH}tok"
     schedule = [{"duration": duration, "dataset": mix["dataset"]} for mix in keys[1:]]

@@ -101,8 +101,12 @@ def test_a_name_that_composer_generated_is_none(name: str, kept: str) -> None:
     assert found.run_name == kept and found.model == _identity(run).model
 
 
-def test_a_last_batch_may_be_padded_beyond_the_dataset() -> None:
+def test_an_epoch_is_padded_to_equally_many_samples_of_each_rank() -> None:
+    def samples_of(loader: Any, ranks: object, *callbacks: object) -> int | None:
+        return _samples_of(SimpleNamespace(train_dataloader=loader, callbacks=callbacks), ranks)  # type: ignore[arg-type]
+
     loader = SimpleNamespace(dataset=SimpleNamespace(epoch_size=10), batch_size=4)
-    assert _samples_of(SimpleNamespace(train_dataloader=loader)) == 14  # type: ignore[arg-type]
-    torch_loader = torch.utils.data.DataLoader([1, 2])
-    assert _samples_of(SimpleNamespace(train_dataloader=torch_loader)) is None  # type: ignore[arg-type]
+    assert [samples_of(loader, ranks) for ranks in (1, 4, 5, 0, "4", None)] == [10, 12, 10, None, None, None]
+    assert samples_of(torch.utils.data.DataLoader([1, 2]), 1) is None
+    for name in ("CurriculumLearning", "DatasetSwap"):  # the position is in a dataset that is not there yet
+        assert samples_of(loader, 1, type(name, (), {})()) is None

@@ -22,7 +22,7 @@ from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.elastic_state import _check_data, _check_groups, _check_timestamp, collect, restore
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.errors import DamagedError, MismatchError
 from foundry_moe.checkpoint.ledger import Ledger
 from tests.helpers.forging import forge_manifest, manifest_of
 
@@ -282,11 +282,6 @@ VALUES = {
     "a time below zero": put(*TIME, "total_wct", value={"$timedelta": [-1, 0, 0]}),
     "data of no run": put("composer", "dataset_state", value={"train": {"sample_in_epoch": 2**60}, "eval": {}}),
     "a seed that NumPy refuses": put("composer", "dataset_state", value={"train": {"shuffle_seed": -1}, "eval": {}}),
-    "no groups": put("optim", "param_groups", value=[]),
-    "more groups than the run has": lambda body: body["values"]["optim"]["param_groups"].append(
-        copy.deepcopy(body["values"]["optim"]["param_groups"][0])
-    ),
-    "a group of other parameters": put("optim", "param_groups", 0, "params", value=["x"]),
     "a rate that is infinite": put("optim", "param_groups", 0, "lr", value={"$float": "inf"}),
     "a rate below zero": put("optim", "param_groups", 0, "lr", value=-0.1),
     "a beta above one": put("optim", "param_groups", 0, "betas", value={"$tuple": [5, 5]}),
@@ -311,15 +306,31 @@ def test_groups_positions_and_batches_have_upper_ends() -> None:
     """Each check alone: the functions are reached with nothing else wrong."""
     group = {"lr": 0.1, "params": ["w"]}
     _check_groups([group], [group])
-    with pytest.raises(DamagedError, match="2 groups, where this run has 1"):
-        _check_groups([group] * 2, [group])
+    for other, said in (
+        ([group] * 2, "has 2 groups, this run 1: use"),
+        ([], "has 0 groups"),
+        ([{**group, "params": ["x"]}], "group 0 of the checkpoint has other parameters"),
+    ):
+        with pytest.raises(MismatchError, match=f"optimizer.param_groups: .*{said}.*load_weights_only: true"):
+            _check_groups(other, [group])
     like = {"batch": 0}
     _check_timestamp({"batch": 2}, like, "time", 2)
     with pytest.raises(DamagedError, match="that of step 2"):
         _check_timestamp({"batch": 3}, like, "time", 2)
     _check_data({"train": {"sample_in_epoch": 8}}, 8)
-    with pytest.raises(DamagedError, match="sample_in_epoch"):
+    with pytest.raises(MismatchError, match=r"read 9 samples of its epoch, .*\.dataset has at most 8 per"):
         _check_data({"train": {"sample_in_epoch": 9}}, 8)
+    with pytest.raises(DamagedError, match="sample_in_epoch"):
+        _check_data({"train": {"sample_in_epoch": 2**51}}, 8)
+
+
+def test_a_disagreement_with_the_run_is_no_damage_and_no_older_checkpoint_is_taken(folder) -> None:
+    state, logger = make_state(1)
+    weight, bias = state.model.parameters()
+    state.optimizers = torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=0.1)
+    with pytest.raises(MismatchError, match=r"optimizer\.param_groups: the checkpoint has 1 group, this run 2"):
+        ElasticCheckpoint(folder=str(folder), interval="1ba", optimizer_settings="run").after_load(state, logger)
+    assert resume(folder).timestamp.batch.value == 2
 
 
 def test_text_from_a_checkpoint_cannot_move_a_terminal(folder) -> None:
