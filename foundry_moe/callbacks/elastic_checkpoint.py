@@ -125,7 +125,7 @@ class ElasticCheckpoint(Callback):
         self._restore_loading = load_elsewhere(is_ours, load)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Takes ownership of the folder, and restores its newest good commit in place of Composer's loaded state."""
+        """Restores the folder's newest good commit in place of Composer's loaded state."""
         self._mark("trainer and FSDP")
         self._restore_loading()
         check_storable(state)
@@ -176,7 +176,7 @@ class ElasticCheckpoint(Callback):
         fix_order(state)
         enter_datamix(state, logger)
         continue_progress_bars(state, logger)
-        self.checkpoints.start_interval(state)
+        self.checkpoints.start(state)  # a start that was refused, or is complete, has not stopped a running process
         self._watch.signals.newest = lambda: self.checkpoints.committed
         self._watch.start(state)
         self._fitting = True

@@ -53,7 +53,7 @@ class RunCheckpoints:
     """
 
     def __init__(self, config: CheckpointConfig, state: State, group: torch_dist.ProcessGroup | None) -> None:
-        """Opens the folder and makes this run its owner.
+        """Opens the folder, which must belong to no other run.
 
         Args:
             group: a CPU group over all ranks for their main threads.
@@ -91,7 +91,8 @@ class RunCheckpoints:
                 **({} if architecture is None else {ARCHITECTURE: architecture.to_info()}),
             },
         )
-        self._engine.acquire(_identity(state))
+        self._identity = _identity(state)
+        self._engine.check_owner(self._identity)
         self._frozen = frozenset() if config.save_frozen else frozenset(frozen_names(state.model))
         if self._frozen:
             self._engine.info[FROZEN] = _describe_base(state, group)
@@ -160,8 +161,9 @@ class RunCheckpoints:
 
     # Saving
 
-    def start_interval(self, state: State) -> None:
-        """Counts `interval` from here in a run that has not resumed. Not collective."""
+    def start(self, state: State) -> None:
+        """Makes this run the owner of the folder. Counts `interval` from here if it has not resumed."""
+        self._engine.acquire(self._identity)
         self._counts_at_save = self._counts_at_save or _counts(state)
 
     def save_if_due(self, state: State, logger: Logger, *, epoch_ended: bool, bad: bool) -> None:

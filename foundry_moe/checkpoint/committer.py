@@ -42,10 +42,11 @@ class Committer:
 
     def acquire(self, identity: Identity, process_id: str = "") -> Lease:
         """Leases the folder; see `Owners.acquire`."""
-        self.lease = self.owners.acquire(
-            identity, has_commits=lambda: bool(self.ledger.newest_first()), process_id=process_id
-        )
+        self.lease = self.owners.acquire(identity, has_commits=self.has_commits, process_id=process_id)
         return self.lease
+
+    def has_commits(self) -> bool:
+        return bool(self.ledger.newest_first())
 
     def check_owner(self) -> None:
         """Raises TakenOverError if another process owns the folder by now."""

@@ -95,6 +95,7 @@ class CheckpointEngine:
         self.failures_in_a_row = 0
         self.generation = 0
         self._forked_from: int | None = None
+        self._loaded: CommitKey | None = None
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
         self._thread: threading.Thread | None = None
@@ -107,24 +108,43 @@ class CheckpointEngine:
 
     # Owning
 
-    def acquire(self, identity: Identity) -> None:
-        """Leases the folder for this run and this process group. An older group of the run stops at its next save.
+    def check_owner(self, identity: Identity) -> None:
+        """Checks before a load whether the folder may become this run's, and changes nothing.
 
         If only the model differs from that of the folder's run, `load` raises the error: it can name the tensors.
 
         Raises:
             OwnedError: the folder belongs to another run.
         """
-
-        def acquire() -> None:
-            self._heartbeat = Heartbeat(self._committer.owners, self._committer.acquire(identity))
-
         try:
-            self._ranks.first(acquire)
+            self._ranks.first(lambda: self._committer.owners.find(identity, has_commits=self._committer.has_commits))
         except OwnedError as error:
             if not error.model_differs:
                 raise
             self._other_model = error
+
+    def acquire(self, identity: Identity) -> None:
+        """Leases the folder for this run and this process group, once, and applies retention.
+
+        An older group of the run stops at its next save. Call this after all that may refuse the run.
+
+        Raises:
+            OwnedError: the folder belongs to another run.
+        """
+
+        def acquire() -> int:
+            if self._committer.lease is not None:
+                return self.generation
+            self._heartbeat = Heartbeat(self._committer.owners, self._committer.acquire(identity))
+            generation = self.ledger.next_generation(self.ledger.newest_first(), self._loaded)
+            if generation != self.generation:
+                step, url = 0 if self._loaded is None else self._loaded.step, self.ledger.store.url
+                log.warning("Another process has saved to %s meanwhile: this one continues from step %d.", url, step)
+            if self._loaded is not None:
+                self._committer.retain(self._loaded)  # `keep` may be lower than in the process before
+            return generation
+
+        self.generation = self._ranks.first(acquire)
 
     def close(self) -> None:
         """Stops the heartbeat. This process must not save afterwards."""
@@ -161,8 +181,6 @@ class CheckpointEngine:
             TypeError, ValueError: the state holds a value that cannot be stored.
         """
         assert not self.busy, "a save is in progress: see `busy`"
-        if self._other_model is not None:
-            raise self._other_model
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
@@ -323,8 +341,7 @@ class CheckpointEngine:
                 continue
             if self._other_model is not None:
                 raise self._other_model
-            if self._committer.lease is not None and not self.busy:  # this process may save
-                self._committer.retain(found.commit.where)  # `keep` may be lower than in the process before
+            self._loaded = found.commit.where
             return loaded
 
     def _load_from(

@@ -177,18 +177,27 @@ class Ledger:
             if not others:
                 raise
             raise DamagedError(f"{error}. It holds other steps: {others}") from error
-        assert newest is not None  # since the record of `found` can be read
-        # a new generation if history forks, and one without any later commit, so that none of the run's names is taken
-        taken = {key.generation for key in keys if key > found.commit.where}
-        generation = newest.where.generation + (newest.where != found.commit.where)
-        while generation in taken:
-            generation += 1
         return Choice(
             found=found,
-            generation=CommitKey(generation=generation, step=found.commit.step).generation,  # raises if it is too large
+            generation=self.next_generation(keys, found.commit.where),
             forked_from=found.commit.forked_from if forked_from is None else forked_from,
             rejected=rejected,
         )
+
+    def next_generation(self, keys: Iterable[CommitKey], found: CommitKey | None) -> int:
+        """The generation of the next commits of a run that resumed from `found`, or from none.
+
+        A new one if history forks, and one without any later commit, so that none of the run's names is taken.
+
+        Args:
+            keys: all commits, newest first.
+        """
+        newest = self.newest(keys)
+        taken = {key.generation for key in keys if found is None or key > found}
+        generation = 0 if newest is None else newest.where.generation + (newest.where != found)
+        while generation in taken:
+            generation += 1
+        return CommitKey(generation=generation, step=0).generation  # raises if it is too large
 
     def first_good(self, candidates: Iterable[CommitKey], *, finite: bool = False) -> tuple[Found, list[str]]:
         """The first usable one of some commits, and one sentence for each before it that cannot be used.

@@ -57,6 +57,11 @@ class Identity:
     run_name: str = ""
     model: str = ""
 
+    @property
+    def name(self) -> str:
+        """The run's name as a lease holds it."""
+        return "".join(filter(str.isprintable, self.run_name))[:NAME_CHARS]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
@@ -151,8 +156,24 @@ class Owners:
         beats = [entry.modified_s for entry in entries if entry.key == lease.beat_key]
         return self.store.now_s() - beats[0] if beats else float("inf")
 
+    def find(self, identity: Identity, *, has_commits: Callable[[], bool]) -> tuple[Lease | None, Lease | None]:
+        """The newest lease, and the lease that this run would continue. A dead owner without commits does not count.
+
+        Raises:
+            OwnedError: the folder belongs to another run.
+        """
+        entries = list(self.store.scan("owners/"))
+        newest = self.newest(entries)
+        owner = None if newest is None or newest.released else newest
+        if owner is not None and (problem := _difference(owner, identity)):
+            silent_s = self._silent_s(owner, entries)
+            if silent_s <= LIVE_S or has_commits():
+                raise self._refuse(owner, silent_s, problem)
+            owner = None
+        return newest, owner
+
     def acquire(self, identity: Identity, *, has_commits: Callable[[], bool], process_id: str = "") -> Lease:
-        """Leases the folder for this process. A dead owner without commits does not count.
+        """Leases the folder for this process; see `find`.
 
         Args:
             process_id: the lease's nonce. An existing lease with this nonce is reused, because several writers of one
@@ -166,23 +187,15 @@ class Owners:
             if mine.nonce == process_id:
                 self.check(mine)
                 return mine
-        taken, name = 0, "".join(filter(str.isprintable, identity.run_name))[:NAME_CHARS]
-        identity = Identity(run_name=name, model=identity.model)
+        taken = 0
         while True:
-            entries = list(self.store.scan("owners/"))
-            before = self.newest(entries)
-            owner = None if before is None or before.released else before
-            if owner is not None and (problem := _difference(owner, identity)):
-                silent_s = self._silent_s(owner, entries)
-                if silent_s <= LIVE_S or has_commits():
-                    raise self._refuse(owner, silent_s, problem)
-                owner = None
+            before, owner = self.find(identity, has_commits=has_commits)
             taken = self._above(max(taken, before.number if before else 0))  # unreadable leases keep their numbers
             mine = Lease(
                 number=taken,
                 run=owner.run if owner else secrets.token_hex(8),
                 nonce=process_id or secrets.token_hex(8),
-                run_name=name or (owner.run_name if owner else ""),
+                run_name=identity.name or (owner.run_name if owner else ""),
                 model=identity.model,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -238,8 +251,8 @@ class Owners:
 
 def _difference(owner: Lease, identity: Identity) -> str | None:
     """Why these are different runs; None if they may be the same."""
-    if owner.run_name and identity.run_name and owner.run_name != identity.run_name:
-        return f"this is run {identity.run_name!r}"
+    if owner.run_name and identity.name and owner.run_name != identity.name:
+        return f"this is run {identity.name!r}"
     if owner.model and identity.model and owner.model != identity.model:
         return OTHER_MODEL
     return None

@@ -47,8 +47,8 @@ class CheckpointConfig:
             run, one folder.
         interval: a time (`90s`, `30m`, `2h`) or a count (`500ba`, `1ep`, `1000000tok`, `4096sp`). The end of training
             is always saved.
-        keep: how many of the newest checkpoints stay; applied after each save, when a run starts, and before a save for
-            which a file system lacks room.
+        keep: how many of the newest checkpoints stay; applied after each save, when a run begins to train, and before a
+            save for which a file system lacks room.
         keep_every: `1000ba`: the first checkpoint at or after each multiple is never deleted.
         resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
             run forks: restarts then continue from the fork's own newest.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from composer import Callback, Trainer
-from composer.core import State
+from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.optim import ConstantWithWarmupScheduler
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.ledger import Ledger
 from tests.helpers.line import Line
 
 
@@ -30,7 +33,14 @@ class Began(Callback):
 
 
 def fit(
-    folder: Path, batches: int, *, lr: float = 0.01, decay: float = 0.0, keys: dict[str, Any] | None = None, **more
+    folder: Path,
+    batches: int,
+    *,
+    lr: float = 0.01,
+    decay: float = 0.0,
+    keys: dict[str, Any] | None = None,
+    others: Sequence[Callback] = (),
+    **more,
 ):
     torch.manual_seed(len(str(folder)))
     model, began = Line(), Began()
@@ -42,7 +52,10 @@ def fit(
         max_duration=f"{batches}ba",
         device="cpu",
         run_name=folder.name,
-        callbacks=[ElasticCheckpoint(folder=str(folder), interval="1ba", **{"async": False}, **(keys or {})), began],
+        callbacks=[
+            *(ElasticCheckpoint(folder=str(folder), interval="1ba", **{"async": False}, **(keys or {})), began),
+            *others,
+        ],
         progress_bar=False,
         **more,
     )
@@ -95,3 +108,38 @@ def test_a_new_learning_rate_with_the_moments_of_the_checkpoint(where: str, tmp_
     assert line in caplog.text
     third = fit(folder, 9, lr=0.03, decay=0.1, keys=keys, **start)
     assert third.batch == 8 and third.settings["lr"] == pytest.approx(0.03), "a restart keeps it"
+
+
+class Refuses(Algorithm):
+    """As `dmoe_steps` refuses experts that compute another function."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        raise ValueError("refused")
+
+
+class Intruder(Callback):
+    """Starts the run a second time while it trains."""
+
+    def __init__(self, start: Callable[[], object]) -> None:
+        self.start = start
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 4:
+            self.start()
+
+
+@pytest.mark.parametrize(
+    ("batches", "algorithms", "error"), [(2, (), SystemExit), (9, [Refuses()], ValueError)], ids=["complete", "refused"]
+)
+def test_a_second_start_that_never_trains_leaves_a_running_one_alone(batches, algorithms, error, tmp_path) -> None:
+    def start_again() -> None:
+        with pytest.raises(error):
+            fit(tmp_path / "run", batches, keys={"keep": 1}, algorithms=algorithms)
+
+    keys = {"keep": 5}
+    assert fit(tmp_path / "run", 6, keys=keys, others=[Intruder(start_again)]).batch == 0
+    commits = Ledger(open_store(str(tmp_path / "run"))).newest_first()
+    assert [(key.generation, key.step) for key in commits] == [(0, step) for step in (6, 5, 4, 3, 2)]

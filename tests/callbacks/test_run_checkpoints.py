@@ -39,12 +39,14 @@ class Engine:
 
     def prepare(self, state: Any) -> None: ...
 
+    def acquire(self, identity: Any) -> None: ...
+
 
 def checkpoints(monkeypatch: pytest.MonkeyPatch, interval: str, *fails: int) -> RunCheckpoints:
     monkeypatch.setattr(run_checkpoints, "collect", lambda *_, **__: {})
     made = RunCheckpoints.__new__(RunCheckpoints)
     made.config = checkpoint_config({"folder": "unused", "interval": interval})
-    made.saved_step = made.committed_step = made._group = None
+    made.saved_step = made.committed_step = made._group = made._identity = None
     made.position = made._frozen = None  # type: ignore[assignment]
     made._counts_at_save, made._prepared, made._began_s, made._warned_s = {}, False, 0.0, float("-inf")
     made._engine = Engine(*fails)  # type: ignore[assignment]
@@ -58,7 +60,7 @@ def state(batch: int, epoch: int = 0) -> Any:
 
 def test_one_save_per_interval_and_none_that_is_bad_busy_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     made = checkpoints(monkeypatch, "2ba")
-    made.start_interval(state(0))
+    made.start(state(0))
     for batch in range(1, 12):
         made._engine.busy = batch == 10  # type: ignore[misc]
         made.save_if_due(state(batch), LOGGER, epoch_ended=False, bad=batch == 6)
@@ -73,7 +75,7 @@ def test_other_units_count_from_their_multiples_and_epochs_where_they_end(
     interval: str, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = checkpoints(monkeypatch, interval)
-    made.start_interval(state(0))
+    made.start(state(0))
     for batch in range(1, 8):
         made.save_if_due(state(batch, epoch=(batch - 1) // 3), LOGGER, epoch_ended=False, bad=False)
         if batch % 3 == 0:
@@ -85,7 +87,7 @@ def test_other_units_count_from_their_multiples_and_epochs_where_they_end(
 
 def test_a_save_that_failed_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     made = checkpoints(monkeypatch, "2ba", 4)
-    made.start_interval(state(0))
+    made.start(state(0))
     for batch in range(1, 6):
         made.save_if_due(state(batch), LOGGER, epoch_ended=False, bad=False)
     assert made._engine.steps == [2, 4]  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ def live(rank: int, life: Life, store: Store, port: int, shared: Shared) -> None
         live_by_dcp(rank, mesh, store, shared)
         return
     engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=0.0))
-    engine.acquire(Identity(run_name="storm"))
+    engine.check_owner(Identity(run_name="storm"))
     state = make_state(0, mesh)
     for tensor in state["model"].values():
         local(tensor).fill_(-1)
@@ -159,6 +159,7 @@ def live(rank: int, life: Life, store: Store, port: int, shared: Shared) -> None
         step, state = loaded.step, loaded.state
         assert step >= shared.committed, f"went back to step {step}, {shared.committed} was committed"
         compare(state, step, mesh)
+    engine.acquire(Identity(run_name="storm"))
     for _ in range(STEPS_PER_LIFE):
         step += 1
         train(state, step)  # in place, while the save before may be under way

@@ -19,6 +19,7 @@ from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedError, TakenOverError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Heartbeat, Identity, Lease, Owners, tensors_digest
+from foundry_moe.checkpoint.records import CommitKey
 from tests.helpers.checkpoints import blank, check, make_state, steps_in
 
 A, B = Identity(run_name="a", model="m"), Identity(run_name="b", model="m")
@@ -66,6 +67,46 @@ def test_a_second_run_is_refused_at_its_start(store) -> None:
         OwnedError, match=r"to run 'a' \(process \d+ on .*\), whose heartbeat is .*this is run 'b': give"
     ):
         lease(store, B)
+
+
+@pytest.mark.quick
+def test_a_start_that_is_refused_before_it_trains_leaves_the_folder_to_the_running_process(tmp_path) -> None:
+    store = open_store(str(tmp_path))
+    first = start(store, A)
+    for step in (1, 2):
+        first.save(make_state(step), step)
+        assert first.wait().error is None
+    other = CheckpointEngine(store, policy=Policy(keep=1))
+    other.check_owner(A)
+    check(other.load(blank()), 2)
+    other.close()
+    first.save(make_state(3), 3)
+    assert first.wait().error is None and steps_in(store) == [3, 2, 1]
+    with pytest.raises(OwnedError, match="this is run 'b'"):
+        other.check_owner(B)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_step_that_the_older_process_saves_during_a_start_blocks_no_later_save(begun, tmp_path, caplog) -> None:
+    store = open_store(str(tmp_path))
+    first = start(store, A)
+    for step in range(1, begun + 1):
+        first.save(make_state(step), step)
+        assert first.wait().error is None
+    second = CheckpointEngine(store)
+    second.check_owner(A)
+    second.load(blank())
+    first.save(make_state(begun + 1), begun + 1)
+    assert first.wait().error is None
+    second.acquire(A)
+    assert f"has saved to {store.url} meanwhile" in caplog.text
+    second.save(make_state(begun + 1), begun + 1)
+    assert second.wait().error is None
+    first.save(make_state(begun + 2), begun + 2)
+    with pytest.raises(TakenOverError):
+        first.wait()
+    assert Ledger(store).newest_first()[0] == CommitKey(generation=1, step=begun + 1)
 
 
 def test_a_restart_takes_over_at_once_and_the_older_process_stops(store) -> None:
@@ -147,21 +188,25 @@ def test_a_folder_that_was_freed_is_anyones_and_its_owner_stops(store) -> None:
 
 
 def test_another_model_is_refused_before_the_first_commit_and_told_by_tensors_after_it(store) -> None:
+    def load(state) -> None:
+        engine = CheckpointEngine(store)
+        engine.check_owner(other)
+        engine.load(state)
+
     other = Identity(run_name="a", model="other")
     first = start(store, A)
     with pytest.raises(OwnedError, match="this run's model has other tensors"):
-        start(store, other).load(blank)
+        load(blank)
     first.save(make_state(1), 1)
     assert first.wait().error is None
     with pytest.raises(OwnedError, match="this run's model has other tensors"):
-        start(store, other).load(blank)  # all tensors of the checkpoint fit, and the digest differs
-    late = start(store, other)
+        load(blank)  # all tensors of the checkpoint fit, and the digest differs
     state = blank()
     state["model"]["dense"] = torch.zeros(3)
     with pytest.raises(MismatchError, match=r"model.dense is float32 \[3\] here"):
-        late.load(state)
+        load(state)
     with pytest.raises(OwnedError):
-        late.save(make_state(2), 2)
+        start(store, other)
     first.save(make_state(2), 2)
     assert first.wait().error is None, "who was there goes on"
 
@@ -243,10 +288,11 @@ from tests.helpers.checkpoints import blank, check, make_state
 folder, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = CheckpointEngine(open_store(folder), policy=Policy(keep=2))
 try:
-    engine.acquire(Identity(run_name=name))
+    engine.check_owner(Identity(run_name=name))
 except OwnedError as error:
     sys.exit(f"refused: {error}")
 loaded = engine.load(blank())
+engine.acquire(Identity(run_name=name))
 begin = loaded.step if loaded else 0
 if loaded:
     check(loaded, begin)

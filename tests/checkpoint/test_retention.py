@@ -49,8 +49,8 @@ def forge(store, key: CommitKey, attempt: str) -> None:
 def start(folder, *, keep: int) -> CheckpointEngine:
     """A new process of the folder's run."""
     engine = CheckpointEngine(open_store(str(folder)), policy=Policy(keep=keep))
-    engine.acquire(Identity(run_name="run", model="m"))
     engine.load(blank)
+    engine.acquire(Identity(run_name="run", model="m"))
     return engine
 
 
@@ -79,8 +79,8 @@ def test_a_load_without_a_lease_deletes_nothing(tmp_path) -> None:
 def test_the_commit_that_a_run_resumed_from_stays_though_newer_ones_exist(tmp_path) -> None:
     save(open_store(str(tmp_path)), 1, 2, 3)
     engine = CheckpointEngine(open_store(str(tmp_path)), policy=Policy(keep=1))
-    engine.acquire(Identity(run_name="run", model="m"))
     engine.load(blank, 1)
+    engine.acquire(Identity(run_name="run", model="m"))
     engine.close()
     assert steps_in(open_store(str(tmp_path))) == [3, 1]
 
