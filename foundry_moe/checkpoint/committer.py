@@ -199,10 +199,11 @@ class Retention:
             try:
                 commit = self.ledger.read(key)
                 stays = kept < keep or (not finite and is_finite(commit))
-                if stays and (key not in self._good or key in self.ledger.damaged):
+                if (stays and key not in self._good) or key in self.ledger.damaged:
                     self.ledger.open(key)
                     self._good.add(key)
             except DamagedError as error:
+                self.ledger.damaged.add(key)  # it is not deleted later, when enough newer ones are kept
                 self._warn(key.key, f"{error}; it does not count towards `keep`, and is not deleted")
                 continue
             if stays:

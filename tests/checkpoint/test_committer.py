@@ -94,6 +94,16 @@ def test_a_commit_that_is_found_damaged_later_does_not_count(store: Any) -> None
     assert retention.retain(1) == [] and steps_in(store) == [3, 2]
 
 
+def test_damaged_commits_are_not_deleted_when_enough_newer_ones_are_there(store: Any) -> None:
+    save(store, 1, 2, 3)
+    retention = Retention(Ledger(store))
+    damage(store, 3, "object missing")
+    retention.ledger.damaged.add(CommitKey(generation=0, step=2))
+    assert retention.retain(1) == []
+    save(store, 4, 5)
+    assert [key.step for key in retention.retain(1)] == [1, 4] and steps_in(store) == [5, 3, 2]
+
+
 def test_an_attempt_is_collected_once_all_of_it_is_old_and_no_record_names_it(store: Any, monkeypatch: Any) -> None:
     save(store, 1, 2)
     growing, dead = (f"steps/000000000003/20260101T000000-{name * 8}" for name in "ad")
