@@ -215,7 +215,8 @@ def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], wher
             raise DamagedError(f"{where}.{key} is {shown(value)}, not a span of time")
     if step is not None and "batch" in like and timestamp["batch"] != step:
         raise DamagedError(f"{where}.batch is {timestamp['batch']}, and the checkpoint is that of step {step}")
-    for part, whole in (("batch_in_epoch", "batch"), ("sample_in_epoch", "sample"), ("token_in_epoch", "token")):
+    # not batches: a run that halves its batch size counts twice as many in the epoch
+    for part, whole in (("sample_in_epoch", "sample"), ("token_in_epoch", "token")):
         if part in like and whole in like and timestamp[part] > timestamp[whole]:
             raise DamagedError(f"{where}.{part} ({timestamp[part]}) is above {whole} ({timestamp[whole]})")
 

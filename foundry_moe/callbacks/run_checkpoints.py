@@ -352,6 +352,7 @@ def _restore(state: State, loaded: Loaded, logger: Logger, *, keep_settings: boo
     if samples is not None and (train.get("sample_in_epoch") or 0) > samples:
         train["sample_in_epoch"] = samples  # at the end of an epoch that was padded for more ranks
     restore(state, loaded.state, logger, keep_settings=keep_settings)
+    _skip_in_new_batches(state, configured, loaded.info.get("training"))
     in_effect = describe_training(state)
     if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
         in_effect[SHUFFLE_SEED] = seed  # streaming uses the checkpoint's when it makes an iterator
@@ -359,6 +360,28 @@ def _restore(state: State, loaded: Loaded, logger: Logger, *, keep_settings: boo
         for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
             log.warning("%s", sentence)
     return in_effect
+
+
+def _skip_in_new_batches(state: State, here: Mapping[str, Any], there: object) -> None:
+    """With another batch size, counts the batches that Composer skips in a loader without a position of its own.
+
+    Args:
+        here, there: `describe_training` of this run and of the checkpoint.
+
+    Raises:
+        MismatchError: the samples that were read are no whole number of this run's batches.
+    """
+    key = "global_train_batch_size"
+    new, old = here.get(key), there.get(key) if isinstance(there, Mapping) else None
+    if "train" in state.dataset_resumption or type(new) is not int or type(old) is not int or new == old:
+        return
+    samples = state.timestamp.batch_in_epoch.value * old
+    if samples % new:
+        raise MismatchError(
+            f"{key} ({new}): the checkpoint has read {samples} samples of its epoch in batches of {old}, and this "
+            f"train_loader can only skip whole batches: use {old}, or a divisor of {samples}, until the epoch ends"
+        )
+    state.timestamp = state.timestamp.copy(batch_in_epoch=samples // new)
 
 
 def has_commits(folder: str, options: StoreOptions) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +230,27 @@ def test_a_padded_epoch_of_more_ranks_ends_on_fewer(tmp_path) -> None:
     forge_manifest(open_store(str(folder)), EPOCH, pad)
     later = fit(folder, lambda: streaming(tmp_path), duration="2ep")
     assert sorted(later.samples) == list(range(EPOCH, 2 * EPOCH))
+
+
+@pytest.mark.parametrize("loader", ["torch", "finetuning of LLM Foundry"])
+@pytest.mark.parametrize("batch", [1, 6])
+def test_another_batch_size_goes_on_with_the_next_sample_or_is_refused(loader, batch, tmp_path, monkeypatch) -> None:
+    def train(folder: str, end: int = 0) -> list[Any]:
+        ended = ("batch_checkpoint", end)
+        read = fit(tmp_path / folder, lambda: LOADERS[loader](tmp_path), duration="2ep", end=ended).samples
+        return [row for number in sorted(read) for row in read[number]]
+
+    whole = train("whole")
+    begun = [(end, train(str(end), end)) for end in (1, 2, EPOCH)]
+    monkeypatch.setattr(sys.modules[__name__], "BATCH", batch)
+    for end, rows in begun:
+        if len(rows) % batch:
+            with pytest.raises(MismatchError, match=r"size \(6\): .* read 3 samples of its epoch in batches of 3, and"):
+                train(str(end))
+            continue
+        rows += train(str(end), 5)
+        rows += train(str(end))
+        assert rows == whole, end
 
 
 class Draws(Sampler):

@@ -275,7 +275,6 @@ VALUES = {
     "a batch that no run reaches": put(*TIME, "batch", value=10**30),
     "a batch of another step": put(*TIME, "batch", value=1),
     "a batch after its step": put(*TIME, "batch", value=3),
-    "more batches in the epoch than in all": put(*TIME, "batch_in_epoch", value=3),
     "more tokens in the epoch than in all": put(*TIME, "token_in_epoch", value=1),
     "a count that is a fraction": put(*TIME, "sample", value=0.5),
     "more samples in the epoch than in all": put(*TIME, "sample_in_epoch", value=10**6),
