@@ -8,7 +8,7 @@ keys to plain data, stored in a checkpoint's `info` and in the state of the algo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from composer.optim import ComposerScheduler
 from composer.utils import dist
 from transformers import PretrainedConfig
 
-from foundry_moe.checkpoint.errors import printable
+from foundry_moe.checkpoint.errors import printable, without_secrets
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
@@ -122,12 +122,15 @@ def _keys_of(config: MoEConfig) -> dict[str, Any]:
 
 
 def _data(loader: Any) -> dict[str, Any]:
-    """The keys of a streaming dataset that decide which samples are read, and in which order."""
+    """The number of samples, and the keys of a streaming dataset that decide which are read, and in which order."""
     dataset, where = getattr(loader, "dataset", None), "train_loader.dataset"
-    splits = sorted({str(getattr(stream, "split", None)) for stream in getattr(dataset, "streams", None) or ()})
-    found = {f"{where}.split": printable(", ".join(splits))} if splits else {}
-    for key in ("shuffle", "shuffle_seed", "shuffle_algo"):
-        if splits and hasattr(dataset, key):
+    streams = getattr(dataset, "streams", None) or ()
+    found: dict[str, Any] = {f"{where}.samples": len(dataset)} if not streams and isinstance(dataset, Sized) else {}
+    for key in ("local", "remote", "split") if streams else ():
+        values = sorted({str(value) for stream in streams if (value := getattr(stream, key, None)) is not None})
+        found[f"{where}.{key}"] = printable(without_secrets(", ".join(values)))
+    for key in ("epoch_size", "shuffle", "shuffle_seed", "shuffle_algo"):
+        if streams and hasattr(dataset, key):
             found[f"{where}.{key}"] = _plain(getattr(dataset, key))
     return found
 

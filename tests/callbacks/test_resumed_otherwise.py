@@ -15,6 +15,7 @@ from streaming.base.util import clean_stale_shared_memory
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.schema import yaml_value
 from tests.helpers.line import Line
 
 
@@ -48,15 +49,30 @@ def test_what_a_resumed_run_trains_with_is_said_where_it_differs(tmp_path, caplo
         "optimizer.lr: this run sets 0.02, the checkpoint was trained with 0.01, and 0.01 is used",
         "global_train_batch_size: this run sets 4, the checkpoint was trained with 2, and 4 is used",
     }
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, 0.02, 4, 4, [{"x": torch.randn(3)} for _ in range(20)])
+    line = "train_loader.dataset.samples: this run sets 20, the checkpoint was trained with 16, and 20 is used"
+    assert line in caplog.messages
 
 
-def stream(folder: Path, split: str, shuffle_seed: int) -> StreamingDataset:
+def stream(folder: Path, split: str, shuffle_seed: int, samples: int = 16) -> StreamingDataset:
     if not (folder / split).exists():
         with MDSWriter(out=str(folder / split), columns={"x": "ndarray:float32:3"}) as writer:
-            for number in range(16):
+            for number in range(samples):
                 writer.write({"x": np.full(3, number, np.float32)})
     clean_stale_shared_memory()
     return StreamingDataset(local=str(folder), split=split, batch_size=2, shuffle=True, shuffle_seed=shuffle_seed)
+
+
+def test_another_data_set_is_said(tmp_path, caplog) -> None:
+    fit(tmp_path / "run", 0.01, 2, 1, stream(tmp_path / "a", "train", 1))
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path / "run", 0.01, 2, 2, stream(tmp_path / "b", "train", 1, samples=20))
+    a, b = (yaml_value(str(tmp_path / name)) for name in "ab")
+    assert {record.message for record in caplog.records if "this run sets" in record.message} == {
+        f"train_loader.dataset.local: this run sets {b}, the checkpoint was trained with {a}, and {b} is used",
+        "train_loader.dataset.epoch_size: this run sets 20, the checkpoint was trained with 16, and 20 is used",
+    }
 
 
 def test_another_schedule_split_and_seeds_are_said_with_what_holds(tmp_path, caplog) -> None:
