@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -387,19 +387,22 @@ def _skip_in_new_batches(state: State, here: Mapping[str, Any], there: object) -
 def has_commits(folder: str, options: StoreOptions) -> bool:
     """Collective; rank 0 looks. Whether a folder holds a commit."""
     found = [False]
-    if dist.get_global_rank() == 0 and ("://" in folder or Path(folder).is_dir()):
+    if dist.get_global_rank() == 0 and _may_hold_commits(folder):
         found = [bool(Ledger(open_store(folder, options)).newest_first())]
     dist.broadcast_object_list(found)
     return found[0]
 
 
+def _may_hold_commits(folder: str) -> bool:
+    return "://" in folder or os.path.isdir(os.path.expanduser(folder))
+
+
 def wandb_id(config: CheckpointConfig) -> str | None:
     """The id of the run of wandb that the checkpoint to resume from records. Not collective."""
-    folder = config.folder
-    if config.resume == "never" or not ("://" in folder or Path(folder).is_dir()):
+    if config.resume == "never" or not _may_hold_commits(config.folder):
         return None
     with contextlib.suppress(CheckpointError, OSError):  # reported by all ranks when they load
-        found = Ledger(open_store(folder, config.store_options)).choose(config.resume).found
+        found = Ledger(open_store(config.folder, config.store_options)).choose(config.resume).found
         recorded = None if found is None else found.manifest.info.get(WANDB)
         return recorded if isinstance(recorded, str) else None
     return None

@@ -171,7 +171,7 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None, machine: Mach
 def _load_mistakes(run: Mapping[str, Any], *, elastic: bool) -> Iterator[str]:
     """A sentence for each key about a start from another checkpoint that would have no effect."""
     start = run.get("load_path")
-    ours = isinstance(start, str) and (Path(start.removeprefix("file://")) / "commits").is_dir()
+    ours = isinstance(start, str) and os.path.isdir(f"{_resolved(start)}/commits")
     if ours and not elastic:
         yield f"load_path ({start}) is a folder of elastic_checkpoint, which reads it: add {WHERE} with another folder"
     for key in ("load_weights_only", "load_ignore_keys"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from composer.optim import ConstantWithWarmupScheduler
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.callbacks.run_checkpoints import has_commits
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.launch.run_config import _load_mistakes
 from tests.helpers.line import Line
 
 
@@ -89,6 +93,19 @@ def test_the_whole_state_of_another_folder_goes_on(tmp_path: Path) -> None:
     assert all(torch.equal(second.moments[key], value) for key, value in first.last_moments.items())
     with pytest.raises(ValueError, match=r"load_ignore_keys does not apply to load_path"):
         fit(tmp_path / "third", 5, load_path=str(tmp_path / "first"), load_ignore_keys=["optim"])
+
+
+def test_folders_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first = fit(Path("~/first"), 3)
+    assert has_commits("~/first", StoreOptions())
+    (mistake,) = _load_mistakes({"load_path": "~/first"}, elastic=False)
+    assert "load_path (~/first) is a folder of elastic_checkpoint" in mistake
+    start = {"load_path": "~/first", "load_weights_only": True}
+    second = fit(Path("~/second"), 2, **start)
+    assert second.batch == 0 and torch.equal(second.weight, first.ended)
+    shutil.rmtree(tmp_path / "first")
+    assert fit(Path("~/second"), 3, **start).batch == 2
 
 
 @pytest.mark.parametrize("where", ["the same folder", "another folder"])
