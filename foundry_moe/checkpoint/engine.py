@@ -307,14 +307,15 @@ class CheckpointEngine:
                 or add some. A function is called with the checkpoint's `info`, and only if there is a checkpoint,
                 because creating an optimizer's state changes it, and a `weights_only` checkpoint has none.
             resume: "auto", "never", or a step.
-            check: raises DamagedError, on all ranks, for a loaded state that must not be used.
+            check: raises DamagedError, on all ranks, for a loaded state that must not be used, or MismatchError for one
+                that does not fit this run.
             sections: the top-level keys of the checkpoint to read; None = all.
 
         Returns:
             None if there is no checkpoint to resume from.
 
         Raises:
-            MismatchError: the checkpoint belongs to another model; nothing was changed.
+            MismatchError: the checkpoint does not fit this run. No older one is tried.
             DamagedError: there are commits, and none can be used.
             CheckpointError: see `Ledger.choose`.
             StoreError: the store does not answer.

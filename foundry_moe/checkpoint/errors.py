@@ -83,7 +83,7 @@ class DamagedError(CheckpointError):
 
 
 class MismatchError(CheckpointError, UserError):
-    """The checkpoint is intact and belongs to another model."""
+    """The checkpoint is intact and does not fit this run: another model, optimizer or data set."""
 
 
 class ResumeError(CheckpointError, UserError):

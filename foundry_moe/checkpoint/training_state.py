@@ -285,6 +285,7 @@ def _check_same(
     if problems:
         more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
         raise MismatchError(
-            f"the checkpoint of step {step} belongs to another model: {'; '.join(problems[:NAMES_SHOWN])}{more}. "
-            "Nothing was loaded: give this run another folder, or the model that the checkpoint was written with"
+            f"the checkpoint of step {step} belongs to another model or optimizer: {'; '.join(problems[:NAMES_SHOWN])}"
+            f"{more}. Nothing was loaded: give this run another folder, or the model, optimizer and `freeze` that the "
+            "checkpoint was written with"
         )

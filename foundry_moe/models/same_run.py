@@ -148,6 +148,8 @@ def _schedules(state: State) -> dict[str, Any]:
         for key, value in ({} if own is None else vars(own)).items():
             if value is None or isinstance(value, bool | int | float | str | Time):
                 found[f"{where}.{key}"] = _plain(value)
+    if any(str(value).endswith("dur") for value in found.values()):
+        found["max_duration"] = _plain(getattr(state, "max_duration", None))  # the schedule's length
     return found
 
 

@@ -75,6 +75,13 @@ def test_another_data_set_is_said(tmp_path, caplog) -> None:
     }
 
 
+def test_another_end_of_a_schedule_is_said(tmp_path, caplog) -> None:
+    for batches in (1, 2):
+        fit(tmp_path, 0.01, 2, batches, schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="1ba", t_max="1dur"))
+    line = "max_duration: this run sets 2ba, the checkpoint was trained with 1ba, and 2ba is used"
+    assert [message for message in caplog.messages if "this run sets" in message] == [line]
+
+
 def test_another_schedule_split_and_seeds_are_said_with_what_holds(tmp_path, caplog) -> None:
     run, data = tmp_path / "run", tmp_path / "data"
 
