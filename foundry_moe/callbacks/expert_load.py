@@ -159,8 +159,9 @@ class ExpertLoad(Callback):
             layer.statistics.reset()
         batch = state.timestamp.batch.value
         self.latest_LE, self.latest_batch = counts_LE, batch
-        names = [layer.layer_index for layer in layers]
-        for sentence in self.watch.look(names, counts_LE, [figures["load_entropy"] for figures in per_layer]):
+        names, top_k = [layer.layer_index for layer in layers], layers[0].config.top_k
+        entropy_L = [figures["load_entropy"] for figures in per_layer]
+        for sentence in self.watch.look(names, counts_LE, entropy_L, top_k=top_k):
             if dist.get_global_rank() == 0:
                 log.warning("%s", sentence)
         metrics = self.latest = {f"dmoe/{name}": value for name, value in over_layers(per_layer).items()}
@@ -176,7 +177,7 @@ class ExpertLoad(Callback):
         if self.file is not None and dist.get_global_rank() == 0:
             losses = state.total_loss_dict or {}
             loss = {_LOSS: losses[_LOSS]} if _LOSS in losses else {}
-            self.file.add(batch, names, counts_LE, {**metrics, **of_layers, **loss})
+            self.file.add(batch, names, counts_LE, {**metrics, **of_layers, **loss}, top_k=top_k)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:

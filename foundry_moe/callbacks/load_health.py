@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from foundry_moe.loads.history import EVEN_ENOUGH
+from foundry_moe.loads.history import collapse_entropy
 from foundry_moe.schema import UserError
 
 PATIENCE = 2  # looks in a row
 
 
 class LoadFile:
-    """One JSON object per line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
+    """One JSON object per line: `{"batch": 20, "top_k": 2, "loads": {"0": [of each expert], ...}, "metrics": {...}}`.
 
     A resumed run appends to the file of the run before; lines of batches that it repeats are dropped.
 
@@ -34,7 +34,7 @@ class LoadFile:
         self.path = Path(path)
         self._opened = False
 
-    def add(self, batch: int, names: list[int], counts_LE: Tensor, metrics: dict[str, float]) -> None:
+    def add(self, batch: int, names: list[int], counts_LE: Tensor, metrics: dict[str, float], *, top_k: int) -> None:
         """Appends a line. `names`: the layers' indices."""
         if not self._opened:
             self._keep_before(batch)
@@ -42,7 +42,7 @@ class LoadFile:
         loads = {str(name): counts_E for name, counts_E in zip(names, counts_LE.tolist(), strict=True)}
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps({"batch": batch, "loads": loads, "metrics": finite}) + "\n")
+            file.write(json.dumps({"batch": batch, "top_k": top_k, "loads": loads, "metrics": finite}) + "\n")
 
     def _keep_before(self, batch: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class CollapseWatch:
     def __init__(self) -> None:
         self._low: Counter[int] = Counter()  # by layer, looks in a row
 
-    def look(self, names: list[int], counts_LE: Tensor, entropy_L: list[float]) -> list[str]:
+    def look(self, names: list[int], counts_LE: Tensor, entropy_L: list[float], *, top_k: int) -> list[str]:
         """A sentence for each layer that has just been found to collapse; another only once it has recovered.
 
         Args:
@@ -78,7 +78,8 @@ class CollapseWatch:
         """
         said = []
         for name, counts_E, evenness in zip(names, counts_LE, entropy_L, strict=True):
-            self._low[name] = self._low[name] + 1 if evenness < EVEN_ENOUGH else 0
+            low = evenness < collapse_entropy(len(counts_E), top_k)
+            self._low[name] = self._low[name] + 1 if low else 0
             if self._low[name] == PATIENCE:
                 dead = int((counts_E == 0).sum())
                 said.append(

@@ -7,6 +7,7 @@ Shapes: N points in time, L layers, E experts.
 from __future__ import annotations
 
 import json
+import math
 import operator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from foundry_moe.schema import UserError
 
 POINTS = 120  # columns of a heat map over time, at most
-EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) experts process all tokens
 MOST_LINE_BYTES = 32 * 2**20
 _MOST_COUNT = 2**50  # sums of a thousand such counts are exact in fp64
 _MOST_CELLS = 2**20  # counts on the page, of 5 bytes each; many layers and experts give fewer points
@@ -26,11 +26,12 @@ _LOSS = "loss/train/total"
 
 
 class LoadPoint(NamedTuple):
-    """Lines of the file, merged. end: the last batch. loads_LE: their sum. loss: the last one, or NaN."""
+    """Lines of the file, merged. end: the last batch. loads_LE: their sum. loss: the last one, or NaN. top_k: K."""
 
     end: int
     loads_LE: NDArray[np.float64]
     loss: float
+    top_k: int
 
     def merged(self, later: LoadPoint) -> LoadPoint:
         return later._replace(loads_LE=self.loads_LE + later.loads_LE)
@@ -66,6 +67,14 @@ def entropy_of(loads_E: NDArray[np.float64]) -> float:
         return 1.0
     shares = loads_E[loads_E > 0] / loads_E.sum()
     return float(abs((shares * np.log(shares)).sum()) / np.log(len(loads_E)))
+
+
+def collapse_entropy(experts: int, top_k: int) -> float:
+    """The entropy of loads over log E below which a layer collapses: that of sqrt(K E) experts with all tokens.
+
+    Half way from even loads to those of K experts, fewer than which no token has; 0 where K is E.
+    """
+    return 0.5 + 0.5 * math.log(top_k) / math.log(experts) if top_k < experts else 0.0
 
 
 def read_history(path: Path) -> LoadHistory:
@@ -111,11 +120,12 @@ def _parse(raw: bytes, where: str) -> tuple[LoadPoint, tuple[int, ...]]:
         value = json.loads(raw)
         loads_LE = np.array(list(value["loads"].values()), dtype=np.float64)
         loss = value.get("metrics", {}).get(_LOSS)
-        point = LoadPoint(operator.index(value["batch"]), loads_LE, np.nan if loss is None else float(loss))
+        top_k = operator.index(value.get("top_k", 1))  # files of earlier versions have none
+        point = LoadPoint(operator.index(value["batch"]), loads_LE, np.nan if loss is None else float(loss), top_k)
         layers = tuple(map(int, value["loads"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{where} is not one that callbacks.expert_load writes") from error
     valid = loads_LE.ndim == 2 and loads_LE.size and bool(((loads_LE >= 0) & (loads_LE <= _MOST_COUNT)).all())
-    if not valid or point.end < 0 or len(set(layers)) < len(layers):
+    if not valid or point.end < 0 or len(set(layers)) < len(layers) or top_k < 1:
         raise UserError(f"{where} is not one that callbacks.expert_load writes")
     return point, layers

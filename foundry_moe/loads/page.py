@@ -21,7 +21,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from numpy.typing import NDArray
 
-from foundry_moe.loads.history import EVEN_ENOUGH, LoadHistory, entropy_of, over_mean, read_history
+from foundry_moe.loads.history import LoadHistory, collapse_entropy, entropy_of, over_mean, read_history
 from foundry_moe.schema import UserError
 
 _LISTED = 8  # layers in the verdict
@@ -91,21 +91,23 @@ def render(history: LoadHistory, *, title: str) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>Expert load: {escape(title)}</title>\n<style>{_STYLE}</style>",
             f"{Resources(mode='inline', components=['bokeh']).render()}</head><body>",
-            f"<h1>Expert load: {escape(title)}</h1>\n<p>{facts}</p>\n{_verdict(history)}\n{_meaning(experts)}",
+            f"<h1>Expert load: {escape(title)}</h1>\n<p>{facts}</p>\n{_verdict(history)}\n{_meaning(history)}",
             *(f"<h2>{escape(heading)}</h2>\n{part}" for heading, part in zip(sections, parts, strict=True)),
             f"{script}\n</body></html>\n",
         )
     )
 
 
-def _meaning(experts: int) -> str:
-    few = f"{experts**EVEN_ENOUGH:.0f} of its {experts}"
+def _meaning(history: LoadHistory) -> str:
+    experts, top_k = history.last_LE.shape[1], history.points[-1].top_k
+    few = f"{(top_k * experts) ** 0.5:.0f} of its {experts}"
     return (
-        f"<p>A layer collapses if the entropy of its loads over log {experts} is below {EVEN_ENOUGH:g}, as if only "
-        f"{few} experts (their square root) had tokens: raise loss.balance or lower the learning rate. The last line "
-        "covers the batches since the line before it. MaxVio is the load of a layer's fullest expert over the mean, "
-        "minus 1: 0 = even, 1 = twice the mean. Heat maps show loads over the mean: white = even, blue = less, red = "
-        "more, dark red = twice the mean and more.</p>"
+        f"<p>A layer collapses if the entropy of its loads over log {experts} is below "
+        f"{collapse_entropy(experts, top_k):.2g}, as if only {few} experts had tokens, each of which has "
+        f"{top_k}: raise loss.balance or lower the learning rate. The last line covers the "
+        "batches since the line before it. MaxVio is the load of a layer's fullest expert over the mean, minus 1: 0 = "
+        "even, 1 = twice the mean. Heat maps show loads over the mean: white = even, blue = less, red = more, dark red "
+        "= twice the mean and more.</p>"
     )
 
 
@@ -114,7 +116,7 @@ def _verdict(history: LoadHistory) -> str:
     problems = []
     for layer, loads_E in zip(history.layers, history.last_LE, strict=True):
         entropy, unused = entropy_of(loads_E), int((loads_E == 0).sum())
-        if entropy < EVEN_ENOUGH:
+        if entropy < collapse_entropy(len(loads_E), history.points[-1].top_k):
             problems.append(f"Layer {layer} collapses onto few experts: the entropy of its loads is {entropy:.2f}.")
         elif unused:
             problems.append(f"Layer {layer}: experts without a token: {unused}.")

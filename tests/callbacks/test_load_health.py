@@ -13,7 +13,7 @@ from composer.loggers import InMemoryLogger
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.losses import gate_entropy
-from foundry_moe.loads.history import entropy_of
+from foundry_moe.loads.history import collapse_entropy, entropy_of
 from tests.helpers.training import MOE, fit, mpt
 
 pytestmark = pytest.mark.quick
@@ -43,7 +43,7 @@ def test_a_run_writes_its_loads_and_a_resumed_one_goes_on_where_it_was(tmp_path)
     assert worst == found["dmoe/max_violation/worst"] == logger.data["dmoe/max_violation/worst"][-1][1]
     assert found["loss/train/total"] == logger.data["loss/train/total"][-1][1]
     path.write_text(path.read_text() + '{"batch": 5, "lo')  # killed while it wrote
-    LoadFile(str(path)).add(4, [0], EVEN, {"loss": float("nan")})
+    LoadFile(str(path)).add(4, [0], EVEN, {"loss": float("nan")}, top_k=1)
     assert [line["batch"] for line in lines_of(path)] == [2, 4], "a line of a batch that is repeated goes"
     assert lines_of(path)[-1]["metrics"] == {"loss": None}  # JSON has no NaN
 
@@ -57,7 +57,7 @@ def test_a_layer_that_collapses_is_told_once_until_it_recovers():
     watch = CollapseWatch()
 
     def look(counts_LE):
-        return watch.look([7], counts_LE, [entropy_of(counts_LE[0].numpy())])
+        return watch.look([7], counts_LE, [entropy_of(counts_LE[0].numpy())], top_k=1)
 
     assert look(ONE) == [], "one look may be chance"
     (sentence,) = look(ONE)
@@ -66,8 +66,21 @@ def test_a_layer_that_collapses_is_told_once_until_it_recovers():
     assert look(ONE) == look(EVEN) == look(ONE) == [] and len(look(ONE)) == 1
 
 
-def test_a_run_whose_gate_collapses_says_so(caplog):
-    model = mpt(moe={**MOE, "num_experts": 16})
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4), (64, 8), (128, 8), (8, 1)])
+def test_no_load_is_less_even_than_that_of_the_experts_of_one_token(experts, top_k):
+    watch = CollapseWatch()
+    collapsed, even = torch.zeros(1, experts), torch.ones(1, experts)
+    collapsed[0, :top_k] = 100
+    for counts_LE, warned in ((collapsed, 1), (even, 0), (collapsed + 2, 1)):
+        entropy_L = [entropy_of(counts_LE[0].double().numpy())]
+        said = [sentence for _ in range(3) for sentence in watch.look([0], counts_LE, entropy_L, top_k=top_k)]
+        assert len(said) == warned, (counts_LE, entropy_L)
+    assert collapse_entropy(top_k, top_k) == 0, "each token has all experts"
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_a_run_whose_gate_collapses_says_so(experts, caplog):
+    model = mpt(moe={**MOE, "num_experts": experts})
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight_ED"):
             parameter.data.zero_()  # ties go to the lower expert: all tokens to the same two
