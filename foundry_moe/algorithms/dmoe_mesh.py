@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer.algorithms import GradientClipping
+from composer.algorithms import SAM, GradientClipping
+from composer.callbacks import OptimizerMonitor
 from composer.core import Algorithm, Event, State
 from composer.distributed.fsdp2 import create_mixed_precision_policy
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
@@ -149,7 +150,9 @@ def _clippings(state: State) -> list[GradientClipping]:
 def _replace_clipping(state: State, **settings: Any) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings and these."""
     kind, threshold = None, 0.0
-    for clipping in _clippings(state):
+    if len(found := _clippings(state)) > 1:
+        raise UserError(f"gradient_clipping: {len(found)} of them, and a mesh takes one: keep one")
+    for clipping in found:
         kind, threshold = clipping.clipping_type, clipping.clipping_threshold
         if kind not in CLIPPING:
             raise UserError(
@@ -193,6 +196,20 @@ def count_samples(batch: Any) -> int | None:
     if isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
         return count_samples(batch[0])
     return None
+
+
+def _check_norms(state: State) -> None:
+    """Raises ValueError for parts of Composer that add up norms of all gradients, if these are on several meshes."""
+    meshes = {weight.device_mesh for weight in state.model.parameters() if isinstance(weight, DTensor)}
+    if len(meshes) < 2:
+        return
+    if any(isinstance(callback, OptimizerMonitor) for callback in state.callbacks):
+        raise UserError(
+            "callbacks.optimizer_monitor does not support experts on a mesh of their own: delete it; with "
+            "algorithms.gradient_clipping of clipping_type: norm, mesh/gradient_norm is logged"
+        )
+    if any(isinstance(algorithm, SAM) for algorithm in state.algorithms):
+        raise UserError("algorithms.sam does not support experts on a mesh of their own: delete it")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -242,6 +259,7 @@ class MeshGradients(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
+            _check_norms(state)
             prefetch_in_order(state.model)
         elif event == Event.BEFORE_LOAD:  # after FSDP2 has wrapped the model, before any forward pass
             experts = {layer.experts for layer in moe_layers(state.model)}

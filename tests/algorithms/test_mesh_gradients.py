@@ -7,11 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from composer.algorithms import GradientClipping
+import torch.distributed as dist
+from composer.algorithms import SAM, GradientClipping
+from composer.callbacks import OptimizerMonitor
 from composer.core import Event
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
-from foundry_moe.algorithms.dmoe_mesh import MeshGradients, _replace_clipping, add_mesh_algorithm, count_samples
+from foundry_moe.algorithms.dmoe_mesh import (
+    MeshGradients,
+    _check_norms,
+    _replace_clipping,
+    add_mesh_algorithm,
+    count_samples,
+)
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.run_config import launched_machine, own_mistakes, read_moe
 from foundry_moe.optim.adamw import FusedAdamW
@@ -196,3 +207,33 @@ def test_gradients_are_clipped_once_by_whoever_clips() -> None:
         ours.apply(Event.AFTER_TRAIN_BATCH, run, SimpleNamespace(log_metrics=lambda _: None))
         assert run.model.weight.grad.norm().item() == pytest.approx(norm, rel=1e-5)
     assert fused.gradient_factor.item() == pytest.approx(0.25, rel=1e-5)
+
+
+def test_two_clippings_are_refused() -> None:
+    twice: Any = SimpleNamespace(algorithms=[GradientClipping("norm", 0.01), GradientClipping("value", 1.0)])
+    with pytest.raises(ValueError, match="gradient_clipping: 2 of them, and a mesh takes one"):
+        _replace_clipping(twice, replicated=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"callbacks": [OptimizerMonitor()]}, "callbacks.optimizer_monitor does not support .* mesh/gradient_norm"),
+        ({"algorithms": [SAM()]}, "algorithms.sam does not support experts on a mesh of their own"),
+    ],
+)
+def test_what_adds_up_norms_over_several_meshes_is_refused_before_training(part: Any, sentence: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        names = ("shard", "expert")
+        weights = [
+            DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (2,), mesh_dim_names=(n,))) for n in names
+        ]
+        model: Any = SimpleNamespace(parameters=lambda: weights)
+        state: Any = SimpleNamespace(model=model, **{"callbacks": [], "algorithms": [], **part})
+        with pytest.raises(ValueError, match=sentence):
+            _check_norms(state)
+        weights.pop()
+        _check_norms(state)  # all gradients are on one mesh
+    finally:
+        dist.destroy_process_group()
