@@ -18,7 +18,7 @@ from foundry_moe import MoEConfig
 from foundry_moe.cli import main
 from foundry_moe.commands.verify import certify
 from foundry_moe.commands.verify.formula import why_not
-from foundry_moe.commands.verify.rows import Row, difference, step_zero_row
+from foundry_moe.commands.verify.rows import Row, difference, formula_rows, step_zero_row
 from foundry_moe.commands.verify.shrink import shrink
 from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
 from foundry_moe.commands.verify.trial import Trial
@@ -242,3 +242,17 @@ def test_what_is_missing_or_no_number_differs() -> None:
     assert why_not(base, {}) == "gate base has no independent formula"
     switch = MoEConfig(num_experts=4, top_k=1, gate={"name": "switch"})
     assert not why_not(switch, {"jitter": 0.01})
+
+
+@pytest.mark.quick
+def test_a_loss_whose_gradient_is_nothing_but_rounding_is_not_compared() -> None:
+    """Such as a balance where each token has all experts."""
+    gate = torch.ones(2, 3, dtype=torch.float64)
+
+    def scales(balance: float) -> list[Row]:
+        layer = {"main": {"gate.weight_ED": gate}, "losses": {"balance": balance * gate}, "output": 0.0}
+        alone = {"formula": {"ffn": layer}, "gradient/ffn.gate.weight_ED": (1 + balance) * gate}
+        return [row for row in formula_rows({"alone": alone, "mesh": alone}, 1e-4) if "auxiliary" in row.quantity]
+
+    assert [row.verdict for row in scales(1e-17)] == ["not compared"]
+    assert {row.verdict for row in scales(1e-3)} == {"same"}

@@ -186,10 +186,12 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         bias=moe.bias is True or (moe.bias == AUTO and moe.init == "upcycle" and biased),
     )
     shared = (3 if ACTIVATIONS[moe.activation].gated else 2) * d_model * moe.shared_expert_hidden_size
-    gate = 0 if moe.gate.get("name") == "hash" else moe.num_experts * d_model
+    shared += d_model if moe.shared_expert_gate else 0
+    gate = 0 if moe.gate.get("name") == "hash" else moe.num_experts * d_model * (2 if moe.gate.get("noise") else 1)
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
     tied = bool(model.get("tie_word_embeddings", True))
-    positions = sequence * d_model if model.get("learned_pos_emb", True) else 0
+    learned = model.get("learned_pos_emb", True) and not (attention.get("rope") or attention.get("alibi"))
+    positions = sequence * d_model if learned else 0
     return ModelShape(
         layers=layers,
         moe_layers=sum(moe.selects(index) for index in range(layers)),

@@ -121,7 +121,7 @@ def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> lis
         Row(quantity=name, difference=value, tolerance=tolerance, why="" if value is not None else "it is not trained")
         for name, value in zip(names, found, strict=True)
     ]
-    if not any(layer["losses"] for layer in layers.values()):
+    if not any(_felt(layer) for layer in layers.values()):
         return [*rows, Row(quantity="auxiliary losses' scale", why="no loss reaches a gate that is trained")]
     more = seen.get("more", {"formula": {}})
     scales = {
@@ -140,12 +140,19 @@ def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | N
     return seen.get(f"gradient/{plain_name(layer)}.{parameter}")
 
 
+def _felt(layer: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The gate's gradient by loss, of losses that have one: a balance over all experts of each token is constant."""
+    main = layer["main"].get("gate.weight_ED")
+    least = 0.0 if main is None else 1e-9 * float(main.norm())
+    return {loss: gradient for loss, gradient in layer["losses"].items() if gradient.norm() > least}
+
+
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
     """|scale - 1| of each loss, from the gate's gradient less that of the main loss, by least squares."""
     worst: dict[str, float] = {}
     for name, layer in layers.items():
         measured = _of_layer(seen, name, "gate.weight_ED")
-        losses = {loss: gradient for loss, gradient in layer["losses"].items() if gradient.abs().max() > 0}
+        losses = _felt(layer)
         if measured is None or not losses:
             continue
         rest = (measured.double() - layer["main"]["gate.weight_ED"]).flatten()
