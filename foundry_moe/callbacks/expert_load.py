@@ -137,10 +137,17 @@ class ExpertLoad(Callback):
         self.latest_LE: Tensor | None = None
         self.latest_batch = 0  # whose loads these are
         self.latest: dict[str, float] = {}  # metrics
+        self._begun = False
 
     def fit_start(self, state: State, logger: Logger) -> None:
         for layer in moe_layers(state.model):
             layer.measure_gate()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if not self._begun:  # Composer's SeqLengthWarmup has run the longest batch, which trains nothing
+            self._begun = True
+            for layer in moe_layers(state.model):
+                layer.statistics.reset()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.due(state, Event.BATCH_END):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Algorithm, Event
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
@@ -85,6 +86,23 @@ def test_every_microbatch_of_every_batch_counts(microbatch):
     assert sum(metrics[f"dmoe/share/expert{e}"][-1][1] for e in range(4)) == pytest.approx(1.0)
     # the balance loss is 1 for an even load; the gate of a new model is nearly even
     assert metrics["dmoe/loss/balance/mean"][-1][1] == pytest.approx(1.0, abs=0.2)
+
+
+class _RunsLongest(Algorithm):
+    """As Composer's SeqLengthWarmup: a pass that trains nothing, before the first batch."""
+
+    def match(self, event, state):
+        return event == Event.AFTER_DATALOADER and state.timestamp.batch == 0
+
+    def apply(self, event, state, logger):
+        state.model.loss(state.model(state.batch), state.batch).backward()
+        state.model.zero_grad()
+
+
+def test_a_pass_before_the_first_batch_is_not_counted():
+    callback = ExpertLoad()
+    fit(mpt(), algorithms=[_RunsLongest()], callbacks=[callback], duration="1ba")
+    assert callback.latest_LE.sum(1).tolist() == [128, 128]
 
 
 def test_the_state_of_an_older_version_is_ignored():
