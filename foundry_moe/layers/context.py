@@ -169,7 +169,9 @@ class BatchContext:
         device: torch.device | None = None,
         needs_mask: bool = False,
     ) -> GateContext:
-        """The context of a layer's input. Ids and mask of another length (cached decoding) are ignored.
+        """The context of a layer's input. Ids of another length (cached decoding) are ignored.
+
+        So is a mask of another length, without gradients.
 
         Args:
             rows: sequences of the layer's input; None = tokens without sequences.
@@ -184,7 +186,8 @@ class BatchContext:
         run = self._running(training and needs_mask)
         ids, mask = run.token_ids_BS, run.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
-        if fits and training and needs_mask and mask is not None and mask.numel() != num_tokens:
+        trains = training and needs_mask and torch.is_grad_enabled()
+        if fits and trains and mask is not None and mask.numel() != num_tokens:
             wanted = [] if ids is None else list(ids.shape)
             raise UserError(f"the mask {list(mask.shape)} must have the shape of the token ids, {wanted}")
         by_sequence = training and balance_over == "sequence" and "balance" in losses
@@ -264,16 +267,19 @@ class BatchContext:
     ) -> Callable[[Tensor], Tensor]:
         if balance_over == "group":
             return self.sum_over_group
-        if balance_over != "rank":
-            self.check_ranks(f"balance_over ({balance_over})")
         if balance_over == "batch":
             return partial(self._sum_batch, known, (layer, of))
-        return self.sum_over_ranks if balance_over == "microbatch" else unchanged
+        if balance_over != "microbatch":
+            return unchanged
+        return self._sum_unconnected if self.sum_over_ranks is unchanged and not _is_alone() else self.sum_over_ranks
+
+    def _sum_unconnected(self, counts: Tensor) -> Tensor:
+        self.check_ranks("balance_over (microbatch)")
+        return counts
 
     def check_ranks(self, what: str) -> None:
         """Raises ValueError if `what` has to be summed over the ranks of this job, and nothing has connected them."""
-        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        if self.sum_over_ranks is unchanged and not alone:
+        if self.sum_over_ranks is unchanged and not _is_alone():
             raise UserError(
                 f"{what} needs sums over the {dist.get_world_size()} ranks of this job: call "
                 "foundry_moe.parallelize(model, ...), or with DDP or FSDP2 alone "
@@ -286,13 +292,13 @@ class BatchContext:
             return counts
         if key in known:
             return known[key]
+        self.check_ranks("balance_over (batch)")
         if self.progress is not None and torch.is_grad_enabled() and not in_backward():
             batch, counts_then = self._passed.get(key, (None, None))
             if batch == self.progress.ba and counts_then is known:
-                raise UserError(
-                    "balance_over (batch) with several forward passes per step needs the loads of the whole batch: "
-                    "call `batch_context(model).count_ahead(run_forward)` before the first one"
-                )
+                warnings.warn(
+                    _NOT_AHEAD, stacklevel=2
+                )  # once in a place; or the last step was skipped, as by a GradScaler
             self._passed[key] = self.progress.ba, known
         return self.sum_over_ranks(counts)
 
@@ -501,6 +507,17 @@ _NO_LOSS = (
     "backward() (divided by microbatches, by a GradScaler), use batch_context(model).track_scale(loss) first; if a "
     "wrapper that was made after apply_dmoe computes the loss, call batch_context(model).observe(wrapper) once"
 )
+
+
+_NOT_AHEAD = (
+    "balance_over (batch): a layer is called more than once at the same progress, and counts the loads of each call by "
+    "itself: with several forward passes per step call `batch_context(model).count_ahead(run_forward)` before the first"
+)
+
+
+def _is_alone() -> bool:
+    """Whether this job is one process."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _loss_of(output: Any) -> tuple[Any, Tensor | None]:

@@ -97,7 +97,8 @@ class _Choices:
         """
         lengths = [length for _, length in self.shapes]
         numbers = {number for number, _ in self.shapes}
-        if len(lengths) < 2 or positions == lengths[0] or numbers == {1}:
+        generated = len(lengths) > 1 and set(lengths[1:]) == {1}
+        if not generated or positions == lengths[0] or numbers == {1}:
             return
         if len(numbers) > 1 or positions != sum(lengths):
             raise UserError(

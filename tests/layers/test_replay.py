@@ -125,6 +125,17 @@ def test_whole_sequences_take_what_was_recorded_while_they_were_generated(sequen
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (4, 16), (16, 4)], ids=str)
+def test_passes_of_one_length_are_replayed_in_their_order_in_any_form(shape):
+    model, ids = Model(loss={}), batch(sequences=8)
+    with torch.no_grad(), record_choices(model) as record:
+        expected = torch.cat([model(part) for part in ids.chunk(2)])
+    moved(model)
+    with replay_choices(model, record, weights=record.weights_TLK):
+        packed = model(ids.view(shape))
+    torch.testing.assert_close(packed.view_as(expected), expected, rtol=1e-12, atol=1e-13)
+
+
 def test_sequences_of_another_length_than_generated_are_refused():
     model, ids = Model(loss={}), batch()
     record = generated(model, ids)
