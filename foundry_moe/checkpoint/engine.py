@@ -103,6 +103,7 @@ class CheckpointEngine:
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
         self._heartbeat: Heartbeat | None = None  # on rank 0
+        self._acquired = False
         self._other_model: OwnedError | None = None
         self._taken_over: TakenOverError | None = None
 
@@ -130,21 +131,24 @@ class CheckpointEngine:
 
         Raises:
             OwnedError: the folder belongs to another run.
+            CheckpointError: an older group has saved since this one loaded. A restart continues from there.
         """
 
-        def acquire() -> int:
-            if self._committer.lease is not None:
-                return self.generation
+        def acquire() -> None:
             self._heartbeat = Heartbeat(self._committer.owners, self._committer.acquire(identity))
-            generation = self.ledger.next_generation(self.ledger.newest_first(), self._loaded)
-            if generation != self.generation:
-                step, url = 0 if self._loaded is None else self._loaded.step, self.ledger.store.url
-                log.warning("Another process has saved to %s meanwhile: this one continues from step %d.", url, step)
+            keys = self.ledger.newest_first()
+            if self.ledger.next_generation(keys, self._loaded) != self.generation:
+                begun = "began anew" if self._loaded is None else f"loaded step {self._loaded.step}"
+                raise CheckpointError(
+                    f"another process of this run has saved step {keys[0].step} to {self.ledger.store.url} since this "
+                    f"one {begun}: start again, to continue from there; the other one stops at its next save"
+                )
             if self._loaded is not None:
                 self._committer.retain(self._loaded)  # `keep` may be lower than in the process before
-            return generation
 
-        self.generation = self._ranks.first(acquire)
+        if not self._acquired:
+            self._ranks.first(acquire)
+            self._acquired = True
 
     def close(self) -> None:
         """Stops the heartbeat. This process must not save afterwards."""
