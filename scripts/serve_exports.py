@@ -54,7 +54,8 @@ def main(folders: list[str]) -> int:
         done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=False)
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         failed |= done.returncode != 0
-        print(lines[-1] if done.returncode == 0 else f"{folder}: FAILED, {lines[-1]}", flush=True)
+        said = lines[-1] if lines else f"exit code {done.returncode}"
+        print(said if done.returncode == 0 else f"{folder}: FAILED, {said}", flush=True)
     return failed
 
 

@@ -244,10 +244,10 @@ class ElasticCheckpoint(Callback):
         self._watch.signals.remove()
 
     def close(self, state: State, logger: Logger) -> None:
-        self._restore_loading()
-        self._watch.signals.remove()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        self._watch.signals.remove()
+        self._restore_loading()  # last: it fails while Python ends, in a program that has not closed its trainer
 
     # Stopping and rewinding
 

@@ -147,7 +147,7 @@ def check(
 
     Args:
         step: of the commit that the state came from.
-        samples: at most in an epoch of this run's data; None = not known.
+        samples: at most in an epoch of this run's data, without what fills up its canonical nodes; None = not known.
 
     Raises:
         DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
@@ -233,7 +233,8 @@ def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
         value = train.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= most):
             raise DamagedError(f"composer.dataset_state.train.{key} is {shown(value)}, not a count up to {most}")
-    if samples is not None and (train.get("sample_in_epoch") or 0) > samples:
+    nodes = train.get("num_canonical_nodes") or 1  # streaming repeats samples until each has as many
+    if samples is not None and (train.get("sample_in_epoch") or 0) > samples + nodes - 1:
         raise MismatchError(
             f"the checkpoint has read {train['sample_in_epoch']} samples of its epoch, and train_loader.dataset has at "
             f"most {samples} per epoch: use the data set that the checkpoint was trained with, {ONLY_WEIGHTS}"

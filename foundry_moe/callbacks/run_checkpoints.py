@@ -375,7 +375,7 @@ def _skip_in_new_batches(state: State, here: Mapping[str, Any], there: object) -
     new, old = here.get(key), there.get(key) if isinstance(there, Mapping) else None
     if "train" in state.dataset_resumption or type(new) is not int or type(old) is not int or new == old:
         return
-    samples = state.timestamp.batch_in_epoch.value * old
+    samples = state.timestamp.sample_in_epoch.value
     if samples % new:
         raise MismatchError(
             f"{key} ({new}): the checkpoint has read {samples} samples of its epoch in batches of {old}, and this "

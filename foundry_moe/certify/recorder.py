@@ -26,8 +26,9 @@ from foundry_moe.certify.record import NONE, NUMBERS, Held, RecordWriter
 from foundry_moe.certify.sketch import Part, sketch, units_of
 from foundry_moe.schema import UserError, plain_name
 
-# Keys of a parameter group that do not change the update: the last four choose its implementation.
-_NO_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
+# Keys of a parameter group that do not change the update: `initial_lr` is a scheduler's, the last four choose its
+# implementation.
+_NO_SETTINGS = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Box(NamedTuple):
