@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.nonfinite import Finding
 from foundry_moe.callbacks.run_watch import (
@@ -71,7 +72,8 @@ def groups_of_a_run(folder: str) -> int:
     callback = ElasticCheckpoint(folder=folder, interval="1ba")
     data = batches().dataset
     loader = DataLoader(data, batch_size=4, sampler=get_sampler(data), collate_fn=batches().collate_fn)
-    fit(mpt(moe=MOE), duration="2ba", callbacks=[callback], run_name="groups", train_dataloader=loader)
+    options = {"callbacks": [callback], "algorithms": [GateSteps()], "run_name": "groups", "train_dataloader": loader}
+    fit(mpt(moe=MOE), duration="2ba", **options)
     return len(groups)
 
 

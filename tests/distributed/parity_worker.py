@@ -320,7 +320,9 @@ def note_order() -> dict[str, list[str]]:
 
             return note_and_wait
 
-    config = MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8, activation="gelu", shared_expert_hidden_size=8)
+    config = MoEConfig(
+        num_experts=4, top_k=2, expert_hidden_size=8, activation="gelu", shared_expert_hidden_size=8, loss={}
+    )
     layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
