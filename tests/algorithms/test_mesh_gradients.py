@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import OptimizerMonitor
 from composer.core import Event
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
 from foundry_moe.algorithms.dmoe_mesh import (
@@ -29,6 +27,7 @@ from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.parallel import transformer_blocks
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.schema import raise_mistakes
+from tests.helpers.fake_ranks import fake_ranks
 
 
 class _Recorder(torch.nn.Module):
@@ -223,8 +222,7 @@ def test_two_clippings_are_refused() -> None:
     ],
 )
 def test_what_adds_up_norms_over_several_meshes_is_refused_before_training(part: Any, sentence: str) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         names = ("shard", "expert")
         weights = [
             DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (2,), mesh_dim_names=(n,))) for n in names
@@ -235,5 +233,3 @@ def test_what_adds_up_norms_over_several_meshes_is_refused_before_training(part:
             _check_norms(state)
         weights.pop()
         _check_norms(state)  # all gradients are on one mesh
-    finally:
-        dist.destroy_process_group()

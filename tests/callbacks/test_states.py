@@ -11,7 +11,6 @@ import composer.algorithms
 import composer.callbacks
 import pytest
 import torch
-import torch.distributed as dist
 from composer import Callback, Trainer
 from composer.algorithms import EMA, SWA, LayerFreezing
 from composer.algorithms.ema.ema import EMAParameters
@@ -27,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -35,6 +33,7 @@ from foundry_moe.callbacks.elastic_state import _handed_on, _named, check_storab
 from foundry_moe.checkpoint.codec import decode, encode
 from foundry_moe.checkpoint.errors import DamagedError
 from tests.callbacks.test_untrusted_state import make_state
+from tests.helpers.fake_ranks import fake_ranks
 from tests.helpers.line import Line
 
 
@@ -186,8 +185,7 @@ def test_a_state_that_cannot_be_saved_is_refused_before_training(callback, cause
 def test_the_mesh_of_a_checkpoint_is_that_with_the_most_dimensions() -> None:
     plain = torch.nn.Linear(4, 4)
     assert describe_mesh(plain) == {"world": 1}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with fake_ranks(8):
         whole = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = torch.nn.ModuleDict(
             {
@@ -202,5 +200,3 @@ def test_the_mesh_of_a_checkpoint_is_that_with_the_most_dimensions() -> None:
         unnamed = DTensor.from_local(torch.ones(1), DeviceMesh("cpu", torch.arange(8)), [Shard(0)], run_check=False)
         plain.register_parameter("scale", torch.nn.Parameter(unnamed))
         assert describe_mesh(plain) == {"dim0": 8}
-    finally:
-        dist.destroy_process_group()

@@ -18,6 +18,7 @@ from foundry_moe.integrations.transformers_parallel import _balance, _balance_ov
 from foundry_moe.optim.muon import Muon
 from foundry_moe.schema import UserError
 from tests.helpers import transformers_experts as certificate
+from tests.helpers.fake_ranks import fake_ranks
 from tests.helpers.transformers_models import tiny_model
 from tests.helpers.transformers_parallel import whole
 
@@ -73,11 +74,8 @@ def test_every_kind_of_experts_on_four_processes(tmp_path):
 
 @pytest.fixture
 def four_ranks():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        yield
 
 
 @pytest.mark.parametrize(

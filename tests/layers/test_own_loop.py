@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe import BatchContext, MoEConfig, MoELayer, Progress, step_gates_after
 from foundry_moe.parallel.collectives import GateCollectives
+from tests.helpers.fake_ranks import fake_ranks
 
 pytestmark = pytest.mark.quick
 WIDTH = 8
@@ -42,9 +41,8 @@ def gradients(model):
 
 @pytest.fixture
 def two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.gradient_messages import GradientMessages, send_own_dtype
 from foundry_moe.parallel.mesh import can_replicate
+from tests.helpers.fake_ranks import fake_ranks
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 pytestmark = pytest.mark.skipif(not can_replicate("cpu"), reason="FSDP2 of torch 2.7 reduces by itself")
@@ -31,9 +31,8 @@ def sharded(replicate: int, shard: int, seed: int = 0) -> Any:
 @pytest.fixture
 def rank_0_of_4() -> Iterator[None]:
     """This process as rank 0 of 4, of which the others do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        yield
 
 
 @pytest.mark.quick

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import batch_context, moe_layers
@@ -24,6 +22,7 @@ from foundry_moe.parallel.transformer_blocks import (
     prefetch_in_order,
     wrapped_modules,
 )
+from tests.helpers.fake_ranks import fake_ranks
 from tests.helpers.small_training import CASES, build_model, shard_rest
 
 
@@ -167,8 +166,7 @@ def test_hooks_of_fsdp2_are_hidden_from_dynamo_once(monkeypatch: pytest.MonkeyPa
     disabled: list[Any] = []
     disable = torch._dynamo.disable
     ids_BS, outputs = torch.zeros(2, 3, dtype=torch.long), []
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         for once in (False, True):
             model = build_model(CASES[0], torch.float32, torch.device("cpu"))
             shard_rest(model, parallelize(model, MeshConfig(expert=1, shard=2)).mesh, MixedPrecisionPolicy())
@@ -180,8 +178,6 @@ def test_hooks_of_fsdp2_are_hidden_from_dynamo_once(monkeypatch: pytest.MonkeyPa
             outputs[-1].sum().backward()
             assert bool(disabled) != once, "torch has another way now"
             disabled.clear()
-    finally:
-        dist.destroy_process_group()
     assert torch.equal(*outputs)
 
 
@@ -196,16 +192,13 @@ def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch:
         prefetch(group, way)
 
     monkeypatch.setattr(FSDPParamGroup, "_prefetch_unshard", staticmethod(note))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         model = build_model(CASES[0], torch.float32, torch.device("cpu"))
         assert [len(blocks) for blocks in block_lists(model)] == [2]
         placed = parallelize(model, MeshConfig(expert=1, shard=2))
         shard_rest(model, placed.mesh, MixedPrecisionPolicy())
         prefetch_in_order(model)
         model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
-    finally:
-        dist.destroy_process_group()
     experts = [f"blocks.{i}.ffn.experts" for i in range(2)]
     assert asked == [
         ("forward", experts[0]),
