@@ -296,9 +296,7 @@ class BatchContext:
         if self.progress is not None and torch.is_grad_enabled() and not in_backward():
             batch, counts_then = self._passed.get(key, (None, None))
             if batch == self.progress.ba and counts_then is known:
-                warnings.warn(
-                    _NOT_AHEAD, stacklevel=2
-                )  # once in a place; or the last step was skipped, as by a GradScaler
+                warnings.warn(_NOT_AHEAD, stacklevel=2)  # or the last step was skipped, as by a GradScaler
             self._passed[key] = self.progress.ba, known
         return self.sum_over_ranks(counts)
 
