@@ -118,7 +118,7 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
     tokens = ep.Tokens(x_TD=x[: rows_ // 8], source_R=source, choices=8)
     taken = tokens if ep.gathers(x, f) and gated else x
     gathered = taken is tokens
-    beside = (tokens, torch.empty_like(x)) if gathered and ep.copies(tokens) else None
+    beside = (tokens, torch.empty_like(x)) if gathered and ep.copies(tokens, planes * f) else None
     even = rows_ // experts * experts
     x3, h3, dy3 = (t[:even].view(experts, per_expert, -1) for t in (x, h, dy))
     yield p(

@@ -30,6 +30,8 @@ _LINE, _TALL_FROM = 64, 512
 # while a copy of the rows takes as long for all (H200)
 GATHER_UP_TO = 1024
 _GATHER_WIDTHS = range(256, 4097, 256)
+# A copier takes 0.21 us for a row of 1 to 4 KiB (H200), in which a program multiplies by this many weights
+_COPY_FROM = 2**19
 
 
 class RaggedRows(NamedTuple):
@@ -71,10 +73,13 @@ def gathers(x_TD: Tensor, hidden: int) -> bool:
     return hidden <= GATHER_UP_TO and x_TD.shape[1] in _GATHER_WIDTHS and descriptors.supported(x_TD)
 
 
-def copies(tokens: Tokens) -> bool:
-    """Whether a product can copy these tokens meanwhile: Triton needs boxes, here a whole row, of powers of two."""
+def copies(tokens: Tokens, inner: int) -> bool:
+    """Whether a product of rows of `inner` columns can copy these tokens meanwhile, and takes as long as the copy.
+
+    Triton needs boxes, here a whole row, of powers of two.
+    """
     width = tokens.x_TD.shape[1]
-    return next_power_of_2(width) == width
+    return next_power_of_2(width) == width and width * inner >= _COPY_FROM
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:

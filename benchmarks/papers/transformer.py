@@ -20,6 +20,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import SharedExpert
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.muon import Muon
 
 LOGITS = 1 << 28  # of a loss at once; more are computed in chunks, and again in the backward pass
@@ -193,14 +194,15 @@ class Transformer:
             factor = gate_lr if ".gate." in name else expert_lr if ".experts." in name else 1.0
             factors.setdefault(factor, []).append(parameter)
         groups = [{"params": parameters, "factor": factor, "lr": lr * factor} for factor, parameters in factors.items()]
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: FusedAdamW
         if optimizer == "muon":
             for group in groups:
                 group |= {"adamw_lr": adamw_lr * group["lr"], "weight_decay": weight_decay * group["lr"]}  # type: ignore[operator]
             self.optimizer = Muon(groups, model=self.model)
         else:
-            fused = device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
+            for group in groups:
+                group |= {"initial_lr": group["lr"], "weight_decay": weight_decay * group["lr"]}  # type: ignore[operator]
+            self.optimizer = FusedAdamW(groups, {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False})
         self.set_lr(lr)
 
     def set_lr(self, lr: float) -> None:
@@ -223,7 +225,8 @@ class Transformer:
 
     def update(self) -> None:
         """Clips the gradients' norm to one, lets the optimizer take its step, and drops them."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.gradient_factor = (1 / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for layer in self.moes:

@@ -42,8 +42,8 @@ from foundry_moe.ops.expert_plan import (
 )
 from foundry_moe.ops.operators import differentiable, is_traced, operator, take_saved
 
-# Rows of x are copied for the weights' gradient, in two halves of the columns if the copy would be above this size. At
-# its peak the backward pass holds the copy beside the gradients.
+# Rows of x are copied for the weights' gradient, in two halves of the columns if copy and gradient would be above this
+# size each. At its peak the backward pass holds the rows of dx, or the copy beside the gradient.
 COPY_BYTES = 128 * 2**20
 
 
@@ -203,7 +203,8 @@ def _up_backward(
         if on_hopper:
             beside = None
             tokens = tokens_of(x_TD, plan)
-            if tokens is not None and hopper.copies(tokens):  # the product copies x's rows for the weights' gradient
+            # the product copies x's rows for the weights' gradient
+            if tokens is not None and hopper.copies(tokens, dz_YW.shape[0] * dz_YW.shape[2]):
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
                 beside = (tokens, x_RD)
             dx_RD = hopper.rows_product(dz_YW, weights, ragged, transposed=False, beside=beside)
@@ -214,7 +215,7 @@ def _up_backward(
     dw1, dw_Y = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
     # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 against 0.2 ms)
-    for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD):
+    for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD, dw1):
         rows = gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if on_hopper and turned:
             hopper.weight_gradient(rows[None], dz_YW[0], ragged, out=dw_Y.mT[:, :, columns])
@@ -239,10 +240,12 @@ def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
     return sums_E8F[:, 0].contiguous()  # as a compiled graph expects a new tensor
 
 
-def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
+def column_parts(rows: int, x_TD: Tensor, gradient: Tensor) -> list[slice]:
     """The columns of x whose rows are copied at a time."""
     width = x_TD.shape[1]
-    parts = 2 if tuning.all_rows(rows) * width * x_TD.element_size() > COPY_BYTES and width % 512 == 0 else 1
+    copy_bytes = tuning.all_rows(rows) * width * x_TD.element_size()
+    gradient_bytes = COPY_BYTES + 1 if tuning.is_pretended() else gradient.nbytes  # of a few experts then
+    parts = 2 if min(copy_bytes, gradient_bytes) > COPY_BYTES and width % 512 == 0 else 1
     return [slice(part * width // parts, (part + 1) * width // parts) for part in range(parts)]
 
 

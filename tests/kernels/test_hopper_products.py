@@ -50,7 +50,7 @@ def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
     widths = []
     for width in ep._GATHER_WIDTHS:
         x_TD = torch.zeros(2, width, dtype=torch.bfloat16)
-        if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1)):
+        if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1), 2048):
             make, *given = ep.descriptors.row_map(x_TD)
             make(*given)  # raises for a box that Triton does not take
             widths.append(width)
