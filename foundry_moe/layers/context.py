@@ -100,7 +100,8 @@ class GateContext:
         """int32 [T]: seeds of the tokens' random numbers; from the sequence, else from the position in the input."""
         if self.keys is not None:
             return self.keys()
-        return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))
+        # from 1: `mix` keeps 0, and the key 0 has the same number in column 0 of every stream
+        return noise.mix(torch.arange(1, num_tokens + 1, dtype=torch.int32, device=device))
 
     def stream(self, purpose: int) -> int:
         """For `foundry_moe.ops.noise`: distinct for each layer, batch and purpose.
