@@ -148,7 +148,7 @@ def test_sequences_of_another_length_than_generated_are_refused():
 def test_replaying_its_own_choices_changes_no_number_and_others_are_kept(gate, top_k):
     keys = {"loss": {}} if gate["name"] in ("base", "hash") else {}
     if gate.get("noise"):
-        keys["loss"] = {"balance": 0.1, "z": 0.1, "importance": 0.1, "load": 0.1}
+        keys["loss"] = {"balance": 0.1, "z": 0.1, "importance": 0.1}
     if gate["name"] == "hierarchical":
         keys["loss"] = {"balance": 0.1, "alignment": 0.1}
     with pytest.warns(UserWarning) if gate["name"] == "expert_choice" else torch.enable_grad():
