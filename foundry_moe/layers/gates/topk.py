@@ -33,7 +33,7 @@ class TopKGate(JitteredGate):
         gate: {name: topk, score: sigmoid, scale: 2.5, bias_balance: true, groups: 8, group_limit: 4}
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "noise", "bias_step"})
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "bias_step"})  # `noise` adds a parameter
 
     LOSSES: ClassVar[frozenset[str]] = TopKKeys.LOSSES
     REPLAYS: ClassVar[bool] = True
