@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
@@ -25,7 +26,7 @@ from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
 
 if TYPE_CHECKING:
-    from foundry_moe.layers.replay import PassChoices
+    from foundry_moe.layers.replay import PassChoices, ReplayedChoices
 
 Result = TypeVar("Result")
 NO_PROGRESS = (
@@ -135,7 +136,7 @@ class BatchContext:
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
         self.batch_counts: dict[tuple[int, str], Tensor] = {}  # by layer and loss, of a whole batch; see `count_ahead`
-        self.replay: Callable[[], PassChoices] | None = None  # of a pass that begins; set by `replay_choices`
+        self.replay: ReplayedChoices | None = None  # set by `replay_choices`
         self.has_losses = False
         self._counting = False
         # batch and counts of the last pass that had no counts of a whole batch, by layer and loss
@@ -312,11 +313,13 @@ class BatchContext:
         """
         self.batch_counts = {}
         self._counting = True
+        # a copy takes the replayed tokens, so that the microbatches take them again
+        replay, self.replay = self.replay, copy(self.replay)
         try:
             with torch.no_grad():
                 run_forward()
         finally:
-            self._counting = False
+            self._counting, self.replay = False, replay
         self.batch_counts = {key: self.sum_over_ranks(self.batch_counts[key]) for key in sorted(self.batch_counts)}
 
     def observe(self, model: nn.Module) -> None:
@@ -351,7 +354,7 @@ class BatchContext:
             progress=self.progress,
             batch_counts=self.batch_counts,
             auxiliary_scale=self.auxiliary_scale,
-            replay=around.replay if around else self.replay() if self.replay and not in_backward() else None,
+            replay=around.replay if around else self.replay.begin() if self.replay and not in_backward() else None,
             kept=around.kept if around else {},
             around=around,
         )

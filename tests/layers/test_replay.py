@@ -272,6 +272,18 @@ def test_wrong_choices_are_refused_in_a_sentence(choices, message):
     assert model.layers[0].context.replay is None
 
 
+def test_a_pass_that_counts_ahead_leaves_the_choices_to_the_microbatches():
+    model, ids = Model(balance_over="batch", loss={"balance": 0.1}), batch()
+    with record_choices(model) as choices:
+        model(ids)
+    moved(model)
+    with replay_choices(model, choices), record_choices(model) as again:
+        model.layers[0].context.count_ahead(lambda: [model(part) for part in ids.split(2)])
+        for part in ids.split(2):
+            model(part)
+    assert torch.equal(again.experts_TLK, choices.experts_TLK.repeat(2, 1, 1))
+
+
 def test_an_outer_record_and_replay_continue_after_an_inner_one():
     model, outside, inside = Model(), torch.cat([GOOD, GOOD + 1]), GOOD + 2
     with record_choices(model) as outer, replay_choices(model, outside):
