@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_moe.config import refuse_other_parallelism
-from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
+from foundry_moe.layers.forward_pass import (
+    ForwardPass,
+    by_sequence,
+    count_targets,
+    inherit,
+    padding_of,
+    read_call,
+    read_mask,
+)
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
@@ -221,6 +229,8 @@ class BatchContext:
                     "context.observe(model) once after the model is built, so that each forward pass keeps its own"
                 )
             run = replace(self._given, progress=self.progress, batch_counts=self.batch_counts)
+            if run.mask_BS is None and not run.unknown_mask:
+                run = replace(run, mask_BS=padding_of(run.sequence_id_BS))
         if needs_mask and run.unknown_mask:
             raise UserError(
                 f"attention_mask ({run.unknown_mask}) does not tell which tokens are padding, on which this training "
@@ -343,12 +353,17 @@ class BatchContext:
             self._end_backward()  # it has failed
         around = self._pass
         found = inherit(read_call(takes, args, kwargs), around)
+        padding_BS = found.pop("padding_BS")
         if self._given is not None:  # of this pass, and before what its arguments say
             given, self._given = self._given, None
             if given.mask_BS is not None:
                 found.update(mask_BS=given.mask_BS, unknown_mask="")
             for name in ("token_ids_BS", "sequence_id_BS"):
                 found[name] = found[name] if getattr(given, name) is None else getattr(given, name)
+            if given.sequence_id_BS is not None:
+                padding_BS = padding_of(given.sequence_id_BS)
+        if found["mask_BS"] is None and not found["unknown_mask"]:
+            found["mask_BS"] = padding_BS
         self._pass = ForwardPass(
             **found,
             progress=self.progress,
@@ -448,7 +463,7 @@ class BatchContext:
         Without `observe`, of all forward passes until the next call.
 
         Args:
-            mask_BS: 1 or True = real, 0 = padding.
+            mask_BS: 1 or True = real, 0 = padding; None = as the arguments of the pass, else `sequence_id_BS`, say.
             sequence_id_BS: index of a token's packed document in its row, from 0 up; -1 = padding.
         """
         packed = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
