@@ -176,6 +176,12 @@ def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 @triton.jit
+def _bits_of(score):
+    """Non-negative floats are ordered as their bits are, and NaN of either sign is above them; -1 = never kept."""
+    return tl.where(score < 0, -1, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _keep_kernel(
     scores_ptr, out_ptr, number_ptr, number, columns, COUNTED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -185,27 +191,26 @@ def _keep_kernel(
     if COUNTED:
         need = tl.load(number_ptr).to(tl.int32)
     held = tl.load(scores_ptr + base + c, mask=c < columns, other=-1.0)
-    # non-negative floats are ordered as their bits are; the number-th largest is found bit by bit from the top
+    # the number-th largest is found bit by bit from the top
     least = tl.zeros((), tl.int32)
     for step in range(31):
         candidate = least | (1 << (30 - step))
         if WHOLE:
-            count = tl.sum((tl.where(held < 0, -1, held.to(tl.int32, bitcast=True)) >= candidate).to(tl.int32))
+            count = tl.sum((_bits_of(held) >= candidate).to(tl.int32))
         else:
             count = tl.zeros((), tl.int32)
             for first in range(0, columns, BLOCK):
                 score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
-                bits = tl.where(score < 0, -1, score.to(tl.int32, bitcast=True))
-                count += tl.sum((bits >= candidate).to(tl.int32))
+                count += tl.sum((_bits_of(score) >= candidate).to(tl.int32))
         least = tl.where(count >= need, candidate, least)
     above = tl.zeros((), tl.int32)
     for first in range(0, columns, BLOCK):
         score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
-        above += tl.sum((tl.where(score < 0, -1, score.to(tl.int32, bitcast=True)) > least).to(tl.int32))
+        above += tl.sum((_bits_of(score) > least).to(tl.int32))
     room = need - above  # for those equal to the least one, the first of them
     for first in range(0, columns, BLOCK):
         score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
-        bits = tl.where(score < 0, -1, score.to(tl.int32, bitcast=True))
+        bits = _bits_of(score)
         equal = (bits == least).to(tl.int32)
         kept = (bits > least) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= room))
         room -= tl.sum(equal)
@@ -216,7 +221,7 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     """The same scores with -1 for all but the `number` largest of each row; equals: the first columns stay.
 
     Args:
-        scores_NC: fp32, contiguous, without -0; scores below zero are never kept.
+        scores_NC: fp32, contiguous; scores below zero are never kept, and NaN is above all others.
         number: one for all rows, perhaps as a tensor of one integer on the device.
     """
     assert scores_NC.dtype is torch.float32 and scores_NC.is_contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
@@ -19,13 +20,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_moe.config import refuse_other_parallelism
-from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
+from foundry_moe.layers.forward_pass import (
+    ForwardPass,
+    by_sequence,
+    count_targets,
+    inherit,
+    padding_of,
+    read_call,
+    read_mask,
+)
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
 
 if TYPE_CHECKING:
-    from foundry_moe.layers.replay import PassChoices
+    from foundry_moe.layers.replay import PassChoices, ReplayedChoices
 
 Result = TypeVar("Result")
 NO_PROGRESS = (
@@ -100,7 +109,8 @@ class GateContext:
         """int32 [T]: seeds of the tokens' random numbers; from the sequence, else from the position in the input."""
         if self.keys is not None:
             return self.keys()
-        return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))
+        # from 1: `mix` keeps 0, and the key 0 has the same number in column 0 of every stream
+        return noise.mix(torch.arange(1, num_tokens + 1, dtype=torch.int32, device=device))
 
     def stream(self, purpose: int) -> int:
         """For `foundry_moe.ops.noise`: distinct for each layer, batch and purpose.
@@ -134,7 +144,7 @@ class BatchContext:
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
         self.batch_counts: dict[tuple[int, str], Tensor] = {}  # by layer and loss, of a whole batch; see `count_ahead`
-        self.replay: Callable[[], PassChoices] | None = None  # of a pass that begins; set by `replay_choices`
+        self.replay: ReplayedChoices | None = None  # set by `replay_choices`
         self.has_losses = False
         self._counting = False
         # batch and counts of the last pass that had no counts of a whole batch, by layer and loss
@@ -219,6 +229,8 @@ class BatchContext:
                     "context.observe(model) once after the model is built, so that each forward pass keeps its own"
                 )
             run = replace(self._given, progress=self.progress, batch_counts=self.batch_counts)
+            if run.mask_BS is None and not run.unknown_mask:
+                run = replace(run, mask_BS=padding_of(run.sequence_id_BS))
         if needs_mask and run.unknown_mask:
             raise UserError(
                 f"attention_mask ({run.unknown_mask}) does not tell which tokens are padding, on which this training "
@@ -311,11 +323,13 @@ class BatchContext:
         """
         self.batch_counts = {}
         self._counting = True
+        # a copy takes the replayed tokens, so that the microbatches take them again
+        replay, self.replay = self.replay, copy(self.replay)
         try:
             with torch.no_grad():
                 run_forward()
         finally:
-            self._counting = False
+            self._counting, self.replay = False, replay
         self.batch_counts = {key: self.sum_over_ranks(self.batch_counts[key]) for key in sorted(self.batch_counts)}
 
     def observe(self, model: nn.Module) -> None:
@@ -339,18 +353,23 @@ class BatchContext:
             self._end_backward()  # it has failed
         around = self._pass
         found = inherit(read_call(takes, args, kwargs), around)
+        padding_BS = found.pop("padding_BS")
         if self._given is not None:  # of this pass, and before what its arguments say
             given, self._given = self._given, None
             if given.mask_BS is not None:
                 found.update(mask_BS=given.mask_BS, unknown_mask="")
             for name in ("token_ids_BS", "sequence_id_BS"):
                 found[name] = found[name] if getattr(given, name) is None else getattr(given, name)
+            if given.sequence_id_BS is not None:
+                padding_BS = padding_of(given.sequence_id_BS)
+        if found["mask_BS"] is None and not found["unknown_mask"]:
+            found["mask_BS"] = padding_BS
         self._pass = ForwardPass(
             **found,
             progress=self.progress,
             batch_counts=self.batch_counts,
             auxiliary_scale=self.auxiliary_scale,
-            replay=around.replay if around else self.replay() if self.replay and not in_backward() else None,
+            replay=around.replay if around else self.replay.begin() if self.replay and not in_backward() else None,
             kept=around.kept if around else {},
             around=around,
         )
@@ -444,7 +463,7 @@ class BatchContext:
         Without `observe`, of all forward passes until the next call.
 
         Args:
-            mask_BS: 1 or True = real, 0 = padding.
+            mask_BS: 1 or True = real, 0 = padding; None = as the arguments of the pass, else `sequence_id_BS`, say.
             sequence_id_BS: index of a token's packed document in its row, from 0 up; -1 = padding.
         """
         packed = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None

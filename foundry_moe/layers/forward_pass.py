@@ -86,9 +86,10 @@ def count_targets(labels_BS: Any) -> Tensor | None:
 
 
 def read_call(takes: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ForwardPass` from the arguments of a module's call, or from its `batch`.
+    """Fields of `ForwardPass`, and `padding_BS`, from the arguments of a module's call, or from its `batch`.
 
-    The mask of a `batch` is left to the inner module, which may be called without one.
+    The mask of a `batch` is left to the inner module, which may be called without one. `padding_BS` is the mask of
+    `sequence_id` for a call without `attention_mask`; `attention_mask=None` states that all tokens are real.
     """
     found = dict(takes.bind_partial(*args, **kwargs).arguments)
     for name, parameter in takes.parameters.items():
@@ -97,11 +98,14 @@ def read_call(takes: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     batch = found.get("batch")
     if isinstance(batch, Mapping):
         found.update({name: batch.get(name) for name in ("input_ids", "sequence_id")})
+        found.setdefault("attention_mask", None)
     ids, packed, labels = (_tensor(found.get(name)) for name in ("input_ids", "sequence_id", "labels"))
+    packed = packed if packed is not None and packed.dim() == 2 else None
     return {
         "token_ids_BS": None if ids is None else by_sequence(ids),
         **read_mask(found.get("attention_mask"), ids),
-        "sequence_id_BS": packed if packed is not None and packed.dim() == 2 else None,
+        "padding_BS": None if "attention_mask" in found else padding_of(packed),
+        "sequence_id_BS": packed,
         "labels_BS": labels if labels is not None and labels.dim() == 2 else None,
         "num_items": found.get("num_items_in_batch"),
     }
@@ -109,6 +113,11 @@ def read_call(takes: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
+
+
+def padding_of(sequence_id_BS: Tensor | None) -> Tensor | None:
+    """The mask of packed documents; None where there are none."""
+    return None if sequence_id_BS is None else sequence_id_BS >= 0
 
 
 def inherit(found: dict[str, Any], around: ForwardPass | None) -> dict[str, Any]:
@@ -128,8 +137,8 @@ def read_mask(mask: Any, ids_BS: Tensor | None) -> dict[str, Any]:
     """`mask_BS` and `unknown_mask` of an attention mask.
 
     Args:
-        mask: [B, S] (1 or True = real); or [B, H, S, S] or [B, S, S], boolean or additive. In the latter a token is
-            padding if it does not attend to itself, or to and from itself alone.
+        mask: [B, S] (1 or True = real, not additive); or [B, H, S, S] or [B, S, S], boolean or additive. In the
+            latter a token is padding if it does not attend to itself, or to and from itself alone.
     """
     if mask is None:
         return {"mask_BS": None, "unknown_mask": ""}

@@ -31,9 +31,18 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def batch_context(model: nn.Module) -> BatchContext | None:
-    """The context that the model's MoE layers share; None where it has no such layer."""
-    layers = moe_layers(model)
-    return layers[0].context if layers else None
+    """The context that the model's MoE layers share; None where it has no such layer.
+
+    Raises:
+        ValueError: the layers have several contexts.
+    """
+    contexts = {layer.context for layer in moe_layers(model)}
+    if len(contexts) > 1:
+        raise UserError(
+            f"the model's MoE layers have {len(contexts)} contexts: build all of them with one, "
+            "MoELayer(..., context=context)"
+        )
+    return next(iter(contexts), None)
 
 
 def idle_parameters(model: nn.Module) -> int:

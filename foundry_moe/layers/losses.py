@@ -15,6 +15,8 @@ from torch import Tensor
 from foundry_moe.layers.context import TokenSequences, unchanged
 from foundry_moe.ops.softmax_topk import masked_mean, masked_sum
 
+_LEAST_DEVIATION = 1e-6  # below, the gradient of Phi is 0 times an infinite ratio
+
 
 def sequence_balance_loss(
     probs_TE: Tensor, experts_TK: Tensor, sequences: TokenSequences, mask_T: Tensor | None = None
@@ -69,7 +71,7 @@ def chosen_with_new_noise(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tens
 
     Args:
         clean_TE, noisy_TE: logits without and with noise.
-        deviation_TE: of the noise, above 0.
+        deviation_TE: of the noise, at least 0.
         k: below E.
     """
     assert k < clean_TE.shape[1]
@@ -77,7 +79,7 @@ def chosen_with_new_noise(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tens
     kth_T1, next_T1 = best_TK[:, k - 1 : k], best_TK[:, k : k + 1]
     # without an expert that is among the k best, the k-th best is the next one
     threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
-    return torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE)
+    return torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE.clamp(min=_LEAST_DEVIATION))
 
 
 def alignment_loss(probs_TE: Tensor, inside_TE: Tensor, last_chosen_T: Tensor, mask_T: Tensor | None = None) -> Tensor:

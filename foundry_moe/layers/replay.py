@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import torch
@@ -72,7 +71,7 @@ class ChoiceRecord:
         return torch.stack([torch.cat([part[which] for part in parts]) for parts in self._taken.values()], 1)
 
 
-class _Choices:
+class ReplayedChoices:
     """The choices to replay, and how many tokens of them the passes so far have taken.
 
     Args:
@@ -89,6 +88,10 @@ class _Choices:
         self.column: dict[nn.Module, int] = {layer: number for number, layer in enumerate(layers)}
         self.experts_TLK, self.weights_TLK = experts_TLK, weights_TLK
         self.shapes, self.taken = shapes, 0
+
+    def begin(self) -> PassChoices:
+        """The choices of the pass that begins."""
+        return PassChoices(self)
 
     def arrange(self, sequences: int, positions: int) -> None:
         """Before the first pass, which has this shape: puts what a generation recorded in the order of its sequences.
@@ -116,7 +119,7 @@ class _Choices:
 class PassChoices:
     """The choices of one forward pass: the next tokens of all, as many as its first layer has."""
 
-    def __init__(self, choices: _Choices) -> None:
+    def __init__(self, choices: ReplayedChoices) -> None:
         self.choices = choices
         self.tokens: slice | None = None
         self.seen: set[nn.Module] = set()
@@ -206,9 +209,9 @@ def replay_choices(
         raise UserError(f"choices has expert {wrong}: use 0 to {layers[0].num_experts - 1}, or -1 for none")
     contexts = {layer.context: layer.context.replay for layer in layers}
     shapes = choices.shapes if isinstance(choices, ChoiceRecord) else ()
-    parts = [_Choices(layers, experts_TLK, weights, shapes) for _ in contexts]
+    parts = [ReplayedChoices(layers, experts_TLK, weights, shapes) for _ in contexts]
     for context, part in zip(contexts, parts, strict=True):
-        context.replay = partial(PassChoices, part)
+        context.replay = part
     try:
         yield
     finally:

@@ -250,7 +250,7 @@ def _gate_of(name: str, blocks: Blocks, config: MoEConfig) -> dict[str, Any]:
     keys = {key: value for key, value in blocks.gate.items() if key != "name"}
     trained = TopKKeys(**keys)
     for key, value in config.gate.items():
-        if key == "name" or key in TopKGate.MAY_CHANGE or not hasattr(trained, key):
+        if key in ("name", "noise", *TopKGate.MAY_CHANGE) or not hasattr(trained, key):
             continue  # the gate itself reports an unknown key
         if value != getattr(trained, key):
             raise UserError(

@@ -126,7 +126,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         # host anyway, to refuse padding on the left.
         mask = batch.get("attention_mask")
         if mask is not None and bool(mask.all()):
-            batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+            batch = {**batch, "attention_mask": None}
         labels = batch.get("labels")
         if not (self.fuses_loss and self.training and labels is not None and loss_head.runs_on(labels.device)):
             return super().forward(batch)

@@ -42,7 +42,7 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     """The same scores with -1 for all but the `number` largest of each row; among equals the first columns stay.
 
     Args:
-        scores_NC: without gradient; below zero = never kept.
+        scores_NC: without gradient; below zero = never kept. NaN is above all others, so that it is not hidden.
         number: for all rows; a tensor where the host does not know it.
     """
     return _keep_largest(scores_NC, *(None, number) if isinstance(number, int) else (number, 0))
@@ -127,7 +127,7 @@ def _keep_plain(scores_NC: Tensor, number_1: Tensor | None, number: int) -> Tens
     position_C = torch.arange(scores_NC.shape[1], device=scores_NC.device)
     kept_NC = torch.zeros_like(scores_NC, dtype=torch.bool)
     kept_NC.scatter_(1, order_NC, (position_C < (number if number_1 is None else number_1)).expand_as(order_NC))
-    return torch.where(kept_NC & (scores_NC >= 0), scores_NC, -1)
+    return torch.where(kept_NC & ~(scores_NC < 0), scores_NC, -1)
 
 
 _keep_largest = twins(

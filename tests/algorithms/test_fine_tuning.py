@@ -100,6 +100,19 @@ def test_packed_documents_reach_the_layers(family):
 
 
 @pytest.mark.quick
+def test_packed_documents_without_padding_have_no_mask():
+    """As from LLM Foundry's collators, whose mask is then all ones: the layers compute without one."""
+    model, batch, seen = mpt(moe=MOE), packed_batch(), []
+    layer = moe_layers(model)[0]
+    layer.register_forward_hook(lambda *_: seen.append(layer.context.for_tokens(batch["input_ids"].numel()).mask_T))
+    model(batch)
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    batch["sequence_id"] = batch["sequence_id"].clamp(min=0)
+    model(batch)
+    assert seen[0].sum() == 28 and seen[1] is None
+
+
+@pytest.mark.quick
 def test_documents_in_one_row_compute_what_they_do_alone():
     model = mpt(
         attn_config={"attn_uses_sequence_id": True, "rope": True, "rope_impl": "hf"}, learned_pos_emb=False

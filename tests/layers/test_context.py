@@ -145,6 +145,54 @@ def test_packed_documents_that_are_noted_are_those_of_the_next_pass_alone():
     assert seen == [[0, 0, 1, 3, 4, 4], [0, 0, 0, 1, 1, 1]]
 
 
+class Packed(Model):
+    def forward(self, input_ids, attention_mask=None, sequence_id=None):
+        return self.embed(input_ids)
+
+
+PACKED = torch.tensor([[0, 0, 1], [0, 1, -1]])
+
+
+def test_packed_documents_tell_the_padding_where_no_mask_does():
+    ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    real, noted = [True] * 5 + [False], BatchContext()
+    noted.set_tokens(ids, None, PACKED)
+    assert noted.for_tokens(6).mask_T.tolist() == real
+    noted.set_tokens(ids, mask, PACKED)
+    assert torch.equal(noted.for_tokens(6).mask_T, mask.flatten().bool())
+
+    context, model, seen = BatchContext(), Packed(), []
+    context.observe(model)
+    model.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6).mask_T))
+    model(ids, sequence_id=PACKED)
+    context.set_tokens(None, None, PACKED)
+    model(ids)
+    assert [mask_T.tolist() for mask_T in seen] == [real, real]
+    for note in (None, PACKED):  # the mask of the arguments is the padding, and None says that there is none
+        context.set_tokens(None, None, note)
+        model(ids, attention_mask=mask, sequence_id=PACKED)
+        assert torch.equal(seen[-1], mask.flatten().bool())
+    model(ids, attention_mask=None, sequence_id=PACKED)
+    assert seen[-1] is None
+    model(ids, attention_mask=object(), sequence_id=PACKED)
+    assert seen[-1] is None
+
+
+def test_the_mask_of_an_outer_module_comes_before_the_documents_of_an_inner_one():
+    class Outer(Packed):
+        def forward(self, input_ids, attention_mask=None, sequence_id=None):
+            return self.inner(input_ids, sequence_id=sequence_id)
+
+    context, model, seen = BatchContext(), Outer(), []
+    model.inner = Packed()
+    context.observe(model)
+    model.inner.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6).mask_T))
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
+    model(torch.zeros(2, 3, dtype=torch.long), mask, PACKED)
+    model(torch.zeros(2, 3, dtype=torch.long), sequence_id=PACKED)
+    assert torch.equal(seen[0], mask.flatten().bool()) and seen[1].sum() == 5
+
+
 def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
     context = BatchContext()
     loss = torch.tensor(2.0, requires_grad=True)

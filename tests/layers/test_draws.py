@@ -8,10 +8,11 @@ import torch
 
 from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.context import BatchContext, GateContext
 from foundry_moe.layers.gates import base, dense_to_sparse, gate, gshard, hash, topk
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.ops import noise
 from tests.helpers.gates import batch, build, context_of
 
 pytestmark = pytest.mark.quick
@@ -67,6 +68,14 @@ def test_what_a_gate_draws_differs_by_seed_layer_and_step(settings, top_k):
         )[:, 1:]
     for (one, a), (other, b) in itertools.combinations(outcomes.items(), 2):
         assert not torch.equal(a, b), f"(seed, layer, step) {one} draws as {other}"
+
+
+def test_the_first_number_of_a_token_without_ids_differs_by_seed_layer_and_step():
+    drawn = set()
+    for seed, layer, step in itertools.product(range(3), repeat=3):
+        context = GateContext(seed=seed, layer=layer, progress=Progress(ba=step))
+        drawn.add(noise.uniform(context.token_keys(1, torch.device("cpu")), 1, context.stream(0)).item())
+    assert len(drawn) == 27
 
 
 def test_initial_weights_do_not_depend_on_torchs_default_dtype():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_model_without_experts_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="needs a model with MoE layers: call it after apply_dmoe"):
         step_gates_after(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_layers_with_contexts_of_their_own_are_refused_and_a_copy_is_a_model_of_its_own():
+    layer = MoELayer(8, CONFIG)
+    assert batch_context(nn.Linear(2, 2)) is None
+    model = nn.Sequential(layer, MoELayer(8, CONFIG, context=layer.context), layer)
+    copied = copy.deepcopy(model)
+    assert batch_context(model) is layer.context and batch_context(copied) is copied[0].context is not layer.context
+    for apart in (nn.Sequential(layer, MoELayer(8, CONFIG)), nn.ModuleList([model, copied])):
+        with pytest.raises(ValueError, match=r"MoE layers have 2 contexts: build all of them with one"):
+            batch_context(apart)
 
 
 def test_statistics_print_loads_and_mean_losses():

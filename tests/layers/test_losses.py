@@ -122,6 +122,17 @@ def test_load_is_that_expected_when_one_experts_noise_is_drawn_again(logits_TE):
     )
 
 
+@pytest.mark.parametrize("deviation", [0.0, 1e-38, 1e-20])
+def test_load_has_a_gradient_where_the_deviation_of_the_noise_underflows(deviation):
+    clean_TE = torch.randn(T, E, requires_grad=True)
+    deviation_TE = torch.full((T, E), deviation, requires_grad=True)
+    chances_TE = losses.chosen_with_new_noise(clean_TE, clean_TE.detach(), deviation_TE, K)
+    losses.variation_squared(chances_TE).backward()
+    assert clean_TE.grad.isfinite().all() and deviation_TE.grad.isfinite().all()
+    is_best_TE = clean_TE >= clean_TE.topk(K).values[:, -1:]
+    assert ((chances_TE > 0.5) == is_best_TE).all()
+
+
 @MASKS
 def test_alignment(logits_TE, mask_T):
     inside_TE = (torch.arange(E) < 2) ^ (torch.arange(T) % 2 == 0)[:, None]

@@ -340,6 +340,15 @@ def test_a_loss_that_the_gate_lacks_is_refused_with_the_nearest():
         build(replace(CONFIG, loss={"balanse": 0.1}))
     with pytest.raises(ValueError, match=r"loss.load needs gate.noise: true and top_k \(5\) below num_experts \(5\)"):
         build(replace(CONFIG, top_k=5, gate={"name": "topk", "noise": True}, loss={"load": 0.1}))
+    noisy = {"name": "topk", "noise": True}
+    with pytest.raises(
+        ValueError, match=r"loss.load does not support gate.bias_balance: true: .* remove load from loss"
+    ):
+        build(replace(CONFIG, gate={**noisy, "bias_balance": True}, loss={"load": 0.1}))
+    limited = replace(CONFIG, num_experts=6, gate={**noisy, "groups": 3, "group_limit": 2}, loss={"load": 0.1})
+    with pytest.raises(ValueError, match=r"loss.load does not support gate.group_limit \(2\)"):
+        build(limited)
+    build(replace(limited, gate={**limited.gate, "group_limit": 3}))
     assert build(replace(CONFIG, loss={"balance": 0, "z": 0.1})).wanted_losses == {"z"}
 
 

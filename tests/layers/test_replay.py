@@ -148,7 +148,7 @@ def test_sequences_of_another_length_than_generated_are_refused():
 def test_replaying_its_own_choices_changes_no_number_and_others_are_kept(gate, top_k):
     keys = {"loss": {}} if gate["name"] in ("base", "hash") else {}
     if gate.get("noise"):
-        keys["loss"] = {"balance": 0.1, "z": 0.1, "importance": 0.1, "load": 0.1}
+        keys["loss"] = {"balance": 0.1, "z": 0.1, "importance": 0.1}
     if gate["name"] == "hierarchical":
         keys["loss"] = {"balance": 0.1, "alignment": 0.1}
     with pytest.warns(UserWarning) if gate["name"] == "expert_choice" else torch.enable_grad():
@@ -270,6 +270,18 @@ def test_wrong_choices_are_refused_in_a_sentence(choices, message):
     with pytest.raises(ValueError, match=message), replay_choices(model, choices):
         model(batch())
     assert model.layers[0].context.replay is None
+
+
+def test_a_pass_that_counts_ahead_leaves_the_choices_to_the_microbatches():
+    model, ids = Model(balance_over="batch", loss={"balance": 0.1}), batch()
+    with record_choices(model) as choices:
+        model(ids)
+    moved(model)
+    with replay_choices(model, choices), record_choices(model) as again:
+        model.layers[0].context.count_ahead(lambda: [model(part) for part in ids.split(2)])
+        for part in ids.split(2):
+            model(part)
+    assert torch.equal(again.experts_TLK, choices.experts_TLK.repeat(2, 1, 1))
 
 
 def test_an_outer_record_and_replay_continue_after_an_inner_one():

@@ -93,6 +93,23 @@ def test_keeping_the_largest_of_each_row(columns, number, counted):
     assert torch.equal(ours.cpu().double(), truth)
 
 
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
+def test_nan_is_above_all_that_are_kept(nan):
+    scores = torch.tensor([[0.2, 0.9, nan, -1.0, 0.5], [nan] * 5, [0.3, -1.0, 0.1, 0.2, 0.4]])
+    truth = torch.tensor([[-1, 0.9, nan, -1, -1], [nan, nan, -1, -1, -1], [0.3, -1, -1, -1, 0.4]])
+    for kept in (keep_largest(scores, 2), kernel.keep_largest(scores.to(DEVICE), 2).cpu()):
+        torch.testing.assert_close(kept, truth, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_is_packed_first():
+    scores = torch.tensor([[0.2, torch.nan, -1.0, 0.5], [torch.nan] * 4, [-1.0, -1.0, 0.1, -1.0]])
+    best_TK = torch.tensor([[1, 3], [0, 1], [2, -1]])
+    for values, experts in (pack(scores, scores, 2), kernel.ranked(scores.to(DEVICE), 2, absent_below_zero=True)):
+        assert torch.equal(experts.cpu(), best_TK)
+        truth = torch.tensor([[torch.nan, 0.5], [torch.nan, torch.nan], [0.1, 0.0]])
+        torch.testing.assert_close(values.cpu(), truth, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_counting_kernel_is_its_twin(masked):
     experts_TK = torch.randint(-1, 40, (200, 3))

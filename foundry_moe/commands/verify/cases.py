@@ -37,7 +37,7 @@ _CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "every token to one expert, in rounds, biases": (
         {
             "num_experts": 8, "top_k": 1, "activation": "gelu", "bias": True, "loss": {"z": 0.01},
-            "mesh": {"buffer": 1.0},
+            "gate": {"name": "topk", "normalize": False}, "mesh": {"buffer": 1.0},
         },
         {"learned_pos_emb": False, "vocab_size": 2},
     ),

@@ -65,7 +65,7 @@ class DenseToSparseGate(LinearGate):
             if most:
                 counted_TK, counts_E = experts_TK, count_choices(experts_TK, self.num_experts, context.mask_T)
             else:
-                chosen_TE = ranked_TE >= 0
+                chosen_TE = ~(ranked_TE < 0)  # NaN is a choice, as in `pack`
                 counted_TK = torch.where(chosen_TE, torch.arange(self.num_experts, device=x_TD.device), -1)
                 counts_E = masked_sum(chosen_TE.long(), context.mask_T)
             losses = self.common_losses(logits_TE, None, counts_E, context, counted_TK, selection)

@@ -258,7 +258,7 @@ def pack_choices(
     if rows is not None and on_gpu()(ranked_TE) and context.largest is unchanged:
         columns = ranked_TE.shape[1]
     else:
-        number_T = (ranked_TE >= 0).sum(-1)
+        number_T = (~(ranked_TE < 0)).sum(-1)  # NaN is a choice, as in `pack`
         most = number_T.max() if number_T.shape[0] else number_T.new_zeros(())
         columns, rows = torch.stack([context.largest(most), number_T.sum()]).tolist()
     weights_TK, experts_TK = pack(probs_TE, ranked_TE, max(columns, 1))

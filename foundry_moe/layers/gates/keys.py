@@ -116,6 +116,13 @@ class TopKKeys(LinearKeys):
                 f"loss.load needs gate.noise: true and top_k ({top_k}) below num_experts ({num_experts}): "
                 "it is the load expected over the noise"
             )
+        limited = 0 < self.group_limit < self.groups
+        if "load" in names and (self.bias_balance or limited):
+            key = "bias_balance: true" if self.bias_balance else f"group_limit ({self.group_limit})"
+            raise UserError(
+                f"loss.load does not support gate.{key}: it expects the top_k of the noisy logits alone; remove load "
+                "from loss, or the key from gate"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Shapes: T tokens, D model width, E experts, K choices per token, G groups of exp
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ class TopKGate(JitteredGate):
         gate: {name: topk, score: sigmoid, scale: 2.5, bias_balance: true, groups: 8, group_limit: 4}
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "noise", "bias_step"})
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "bias_step"})  # `noise` adds a parameter
 
     LOSSES: ClassVar[frozenset[str]] = TopKKeys.LOSSES
     REPLAYS: ClassVar[bool] = True
@@ -44,6 +45,12 @@ class TopKGate(JitteredGate):
     def __init__(self, config: TopKKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
         config.check_bias()
+        if config.normalize and self.top_k == 1 < self.num_experts:
+            warnings.warn(
+                "gate topk with top_k 1 and normalize (true) gives each token the weight 1, so the loss of the task "
+                "does not train the gate: use gate: {name: switch}, or normalize: false",
+                stacklevel=2,
+            )
         self.bias_step = parse_schedule(config.bias_step, "bias_step")
         device = self.weight_ED.device
         self.weight_noise_ED = nn.Parameter(torch.empty_like(self.weight_ED)) if config.noise else None

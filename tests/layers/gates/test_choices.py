@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -207,6 +208,20 @@ def test_load_is_of_the_clean_logits_among_noisy_ones():
     deviation_TE = torch.nn.functional.softplus(x_TD @ gate.weight_noise_ED.T)
     chances_TE = chosen_with_new_noise(x_TD @ gate.weight_ED.T, choices.logits_TE, deviation_TE, 2)
     torch.testing.assert_close(choices.losses["load"], variation_squared(chances_TE))
+
+
+def test_one_expert_with_a_normalised_weight_warns_and_its_gate_has_no_gradient():
+    ids_BS, x_TD = batch()
+    with pytest.warns(
+        UserWarning, match=r"top_k 1 and normalize \(true\) .*: use gate: {name: switch}, or normalize: fal"
+    ):
+        gate = build({"name": "topk"}, 1)
+    (gate(x_TD, context_of(ids_BS, losses=frozenset())).weights_TK * x_TD[:, :1]).sum().backward()
+    assert gate.weight_ED.grad.abs().max() < 1e-15
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for keys, top_k, experts in (({"normalize": False}, 1, 8), ({}, 2, 8), ({}, 1, 1)):
+            build({"name": "topk", **keys}, top_k, experts)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -38,6 +38,23 @@ def test_choices_are_well_formed(settings, top_k, training):
     plan_permute(experts_TK, 8, choices.rows)
 
 
+@pytest.mark.quick
+@every_gate
+@pytest.mark.parametrize("training", [True, False])
+def test_a_token_that_is_nan_has_an_expert_with_weight_nan(settings, top_k, training):
+    """So that the layer's output is not finite, which the watch of the training reports."""
+    if settings["name"] == "hash":
+        pytest.skip("hash does not weigh by the token")
+    gate = build(settings, top_k).train(training)
+    ids_BS, x_TD = batch()
+    x_TD[3] = torch.nan
+    choices = gate(x_TD, context_of(ids_BS, training=training, losses=wanted(gate)))
+    assert choices.weights_TK[3][choices.experts_TK[3] >= 0].isnan().any()
+    assert choices.rows is None or (choices.experts_TK >= 0).sum() <= choices.rows
+    if choices.counts_E is not None:
+        assert torch.equal(choices.counts_E, count_choices(choices.experts_TK, 8))
+
+
 @every_gate
 @pytest.mark.parametrize("padded", [False, True])
 def test_loads_that_a_gate_has_counted_are_those_of_its_choices(settings, top_k, padded):
