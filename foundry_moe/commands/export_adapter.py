@@ -86,8 +86,11 @@ def frozen_sources(
     )
 
 
-def merge(architecture: Architecture, weights: Weights) -> Weights:
+def merge(architecture: Architecture, weights: Weights, dtype: str | None) -> Weights:
     """The weights without adapters, which are added to the others when these are read.
+
+    Args:
+        dtype: of the sums, which are rounded once; None = that of the weights.
 
     Raises:
         ValueError: there are no adapters.
@@ -102,7 +105,7 @@ def merge(architecture: Architecture, weights: Weights) -> Weights:
             outputs = "D" if inputs == "F" else "F"
             weight = f"{prefix}{matrix}_E{outputs}{inputs}"
             added = partial(_product, tensors[name], tensors[f"{prefix}{matrix}_B_E{outputs}L"], scale)
-            kept[weight] = replace(kept[weight], added=added)
+            kept[weight] = replace(kept[weight], added=added, dtype=dtype or kept[weight].dtype)
     return replace(weights, sources=kept)
 
 

@@ -71,6 +71,19 @@ def test_a_merged_mpt_in_bf16_is_certified(tmp_path: Path) -> None:
     assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--merge", "--dtype", "bf16", "--certify") == 0
 
 
+def test_a_sum_of_bf16_weights_and_adapters_is_rounded_once(tmp_path: Path) -> None:
+    plain = small("mixtral").bfloat16().state_dict()
+    run = commit(Wrapped(adapted("mixtral", small("mixtral").bfloat16())), tmp_path / "run")
+    assert export(run, tmp_path / "out", "--merge", "--dtype", "fp32", "--certify") == 0
+    assert export(run, tmp_path / "pairs", "--adapter", "--format", "per-expert") == 0
+    merged = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    pairs = load_file(tmp_path / "pairs" / "adapter_model.safetensors")
+    for name in (name for name in plain if ".experts." in name):
+        a, b = (pairs[f"base_model.model.{name.removesuffix('weight')}lora_{f}.weight"].double() for f in "AB")
+        expected = (plain[name].double() + 4 / 3 * b @ a).float()
+        torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6)  # bf16 rounds by 4e-3
+
+
 def trained(base: Path, folder: Path, save_frozen: bool, beside: str = "none", **optimizer_settings: Any) -> None:
     """Adapters, and parameters with `beside` in their name, of a model in a folder whose weights are kept in bf16."""
     model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.bfloat16)
