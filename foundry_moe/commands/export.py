@@ -98,7 +98,7 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
     elif base is not None:
         raise UserError("--base is for checkpoints that leave out the frozen weights, and this one holds all: drop it")
     if merged:
-        weights = merge(architecture, weights)
+        weights = merge(architecture, weights, dtype)
         architecture = replace(architecture, experts=replace(architecture.experts, lora=None))
     shapes = {name: source.shape for name, source in weights.sources.items()}
     architecture.check_fits(shapes)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from foundry_moe.checkpoint.codec import DTYPES, inline_tensors
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.commands.exported_files import Source, Weights
 from foundry_moe.commands.source_files import copy_tokenizer
+from foundry_moe.launch.run_files import local_json
 from foundry_moe.models.adapters import Factors, factors_of, read_folder, scale_of
-from foundry_moe.models.blocks import WeightPart
+from foundry_moe.models.blocks import Blocks, WeightPart
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.families import Family, family_of
 from foundry_moe.models.frozen_weights import digest
@@ -86,8 +88,11 @@ def frozen_sources(
     )
 
 
-def merge(architecture: Architecture, weights: Weights) -> Weights:
+def merge(architecture: Architecture, weights: Weights, dtype: str | None) -> Weights:
     """The weights without adapters, which are added to the others when these are read.
+
+    Args:
+        dtype: of the sums, which are rounded once; None = that of the weights.
 
     Raises:
         ValueError: there are no adapters.
@@ -102,7 +107,7 @@ def merge(architecture: Architecture, weights: Weights) -> Weights:
             outputs = "D" if inputs == "F" else "F"
             weight = f"{prefix}{matrix}_E{outputs}{inputs}"
             added = partial(_product, tensors[name], tensors[f"{prefix}{matrix}_B_E{outputs}L"], scale)
-            kept[weight] = replace(kept[weight], added=added)
+            kept[weight] = replace(kept[weight], added=added, dtype=dtype or kept[weight].dtype)
     return replace(weights, sources=kept)
 
 
@@ -134,9 +139,9 @@ def write_adapter(
             "or train adapters alone (optimizer.disable_grad: '^(?!.*_[AB]_E[DF]L$)')"
         )
     native = native_of(replace(architecture, experts=replace(architecture.experts, lora=None)))
-    parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]
-    if any(part.their_shape != part.shape or part.transposed for part in parts):
-        raise UserError(f"--adapter: {native.family.name} has no matrix of its own for each expert; use --merge")
+    parts = _parts(native.family, native.blocks)
+    base = base or architecture.source
+    _check_base(architecture, native.family, base)
     names = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
     tensors = weights.read(names)
     factors = {(int(match[2]), match[3], match[4]): tensors[name] for name, match in names.items()}
@@ -146,7 +151,6 @@ def write_adapter(
         for matrix, (outputs, inputs) in shapes.items():
             for factor, rows in (("A", inputs), ("B", outputs)):
                 factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
-    base = base or architecture.source
     pairs = None if form == "peft" else partial(_per_expert, native.family, parts)
     _write(factors, out, scale, dtype, base=base, pairs=pairs)
     layers = len(native.blocks.layers)
@@ -154,6 +158,30 @@ def write_adapter(
         f"step {weights.found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}, "
         f"for {base or 'a model that the checkpoint does not name: name it with --base'}"
     )
+
+
+def _parts(family: Family, blocks: Blocks) -> list[WeightPart]:
+    """The matrices of one block's experts. Raises ValueError if the family joins those of several experts."""
+    parts = [part for part in family.parts(blocks) if part.expert is not None]
+    if any(part.their_shape != part.shape or part.transposed for part in parts):
+        raise UserError(f"--adapter: {family.name} has no matrix of its own for each expert; use --merge")
+    return parts
+
+
+def _check_base(architecture: Architecture, family: Family, base: str) -> None:
+    """Raises ValueError if `base` is not the model that the adapters are for, as far as this machine has it."""
+    config = local_json(base or None, "config.json")
+    if architecture.model_type != family.model_type and config.get("model_type") != family.model_type:
+        raise UserError(
+            "--adapter: the run's base is its upcycled model, which no folder holds: use --merge, or --base FOLDER "
+            f"with that model as {family.name}"
+        )
+    rows, words = architecture.config.get("vocab_size"), config.get("vocab_size")
+    if words not in (None, rows):
+        raise UserError(
+            f"--adapter: the run's model has {rows} tokens, {base} has {words}: use --merge, or --base FOLDER with a "
+            f"model of {rows}"
+        )
 
 
 def _trained_beside(found: Found) -> list[str]:
@@ -177,24 +205,21 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
     """
     try:
         config = json.loads((Path(base or "") / "config.json").read_text())
-        kind, experts = config["model_type"], config.get("num_local_experts") or config["num_experts"]
+        kind = str(config["model_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--base ({base}) must be the folder of the model that {folder} adapts, with its config.json: {error!r}"
         ) from error
     family = family_of(kind)
+    blocks = family.read(AutoConfig.for_model(**config))
+    parts = _parts(family, blocks)
     tensors, settings = read_folder(folder)
-    factors = factors_of(tensors, settings, int(experts), folder)
+    factors = factors_of(tensors, settings, blocks.num_experts, folder)
     layers = sorted({layer for layer, _, _ in factors})
-    lacking = [
-        (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
-    ]
-    if lacking:
-        raise UserError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
-    pairs: Pairs | None = None
-    if form != "peft":
-        parts = family.parts(family.read(AutoConfig.for_model(**config)))
-        pairs = partial(_per_expert, family, [part for part in parts if part.expert is not None])
+    for layer, matrix, factor in product(layers, ("w1", "v1", "w2"), "AB"):
+        if (layer, matrix, factor) not in factors:
+            raise UserError(f"{folder} has no lora_{factor} of {matrix} in layer {layer}")
+    pairs = None if form == "peft" else partial(_per_expert, family, parts)
     _write(factors, out, scale_of(settings), dtype, base=base, pairs=pairs)
     copy_tokenizer(folder if (folder / "tokenizer_config.json").is_file() else Path(base or ""), out)
     return f"adapters of {len(layers)} layers of {kind} in the format {form}"

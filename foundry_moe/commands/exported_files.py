@@ -41,6 +41,7 @@ INDEX = "model.safetensors.index.json"
 class Source:
     """One tensor of a commit: stored in blocks under the manifest's name, or `inline`, in memory.
 
+    dtype: it is read as; only the sum with `added` may have another than the tensor.
     added: gives an fp64 tensor that is added to it, such as the product of a LoRA adapter; None = nothing.
     """
 
@@ -93,7 +94,9 @@ class Weights:
         tensors = {}
         for name, source in chosen.items():
             tensor = read[source.stored] if source.inline is None else source.inline
-            tensors[name] = tensor if source.added is None else (tensor.double() + source.added()).to(tensor.dtype)
+            tensors[name] = (
+                tensor if source.added is None else (tensor.double() + source.added()).to(DTYPES[source.dtype])
+            )
         return tensors
 
 

@@ -141,29 +141,47 @@ def _tokens_of_first(path: Path, shard: Mapping[str, Any], kind: str) -> int:
 
 
 def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence if the tokenizer has more tokens than the model, where both are on this machine."""
+    """A sentence if the tokenizer has more tokens than the model, where both are on this machine.
+
+    With `allow_embedding_resizing`, for each key that excludes it, unless the tokenizer is known to have no more.
+    """
     model = section(run, "model")
     source = model.get("pretrained_model_name_or_path")
     if model.get("name") in MPTS:
         size = model.get("vocab_size", MPT_VOCABULARY)
-    elif source is None or model.get("allow_embedding_resizing"):
+    elif source is None:
         return
     else:
         size = section(model, "config_overrides").get("vocab_size", local_json(source, "config.json").get("vocab_size"))
     tokenizer = local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
     words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
+    resizes = bool(source and model.get("allow_embedding_resizing"))
     if not isinstance(words, dict | list) or not isinstance(size, int):
+        yield from _resizing_mistakes(run) if resizes else ()
         return
     ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
     ids += [token.get("id") for token in added or () if isinstance(token, dict)]
     tokens = 1 + max((number for number in ids if isinstance(number, int)), default=-1)
-    if tokens > size:
+    if tokens > size and resizes:
+        yield from _resizing_mistakes(run)
+    elif tokens > size:
         fix = f"set model.vocab_size to {tokens} or more"
         if source is not None:
             fix = "use the model's own tokenizer, or model.allow_embedding_resizing: true"
         yield (
             f"tokenizer.name ({run['tokenizer']['name']}) has token ids up to {tokens - 1}, and the model has "
             f"embeddings for {size} tokens: {fix}"
+        )
+
+
+def _resizing_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each key with which rows of an embedding cannot be added to those of the model's files."""
+    if section(run, "model").get("init_device") == "meta":
+        yield "model.init_device (meta) has no rows that allow_embedding_resizing could add to: use init_device: cpu"
+    if section(run, "callbacks", "elastic_checkpoint").get("save_frozen") is False:
+        yield (
+            "callbacks.elastic_checkpoint.save_frozen (false) needs the weights of the model's files, and "
+            "model.allow_embedding_resizing draws rows: use save_frozen: true"
         )
 
 

@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import LoRAConfig
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.pretrained import local_box
 from foundry_moe.schema import UserError
 
+_OTHER_ADAPTERS = ("alpha_pattern", "rank_pattern", "use_dora", "lora_bias")  # keys of a PEFT folder
 _MATRICES = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2", "w1": "w1", "w3": "v1", "w2": "w2"}
 _PAIR = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight$")
 _FUSED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(base_layer\.)?lora_([AB])\.weight$")
@@ -139,13 +141,28 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the configuration of a PEFT folder."""
+    """The tensors and the configuration of a PEFT folder.
+
+    Raises:
+        ValueError: it cannot be read, or holds adapters that compute something else than one scale times B A.
+    """
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
         scale_of(config)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"lora.start ({folder}) cannot be read as a PEFT folder: {error!r}") from None
+    strange = [key for key in _OTHER_ADAPTERS if config.get(key)]
+    strange += ["peft_type"] * (config.get("peft_type", "LORA") != "LORA")
+    strange += ["use_rslora"] * (config.get("use_rslora") not in (None, True, False))
+    if strange:
+        raise UserError(
+            f"lora.start: {strange[0]} ({shown(config[strange[0]])}) of {folder}: only LoRA of one rank and scale is "
+            "read; merge these adapters into their model with peft's merge_and_unload"
+        )
+    infinite = next((name for name, tensor in tensors.items() if not tensor.float().isfinite().all()), None)
+    if infinite is not None:
+        raise UserError(f"lora.start: {infinite} of {folder} holds infinite or undefined numbers")
     return tensors, config
 
 
@@ -170,6 +187,8 @@ def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: i
     for name, tensor in tensors.items():
         pair, fused = _PAIR.search(name), _FUSED.search(name)
         if pair and pair[3] in _MATRICES:
+            if tensor.dim() != 2 or tensor.shape[0 if pair[4] == "A" else 1] != rank:
+                raise UserError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of its rank, r ({rank})")
             pairs[int(pair[1]), _MATRICES[pair[3]], pair[4]][int(pair[2])] = tensor.mT if pair[4] == "A" else tensor
             continue
         if fused is None or tensor.dim() != 2:

@@ -77,7 +77,8 @@ class SafetensorsFolder:
     """The tensors of a Hugging Face model on disk, by name.
 
     Raises:
-        ValueError: no such folder, no safetensors in it, a file that is missing, truncated or no safetensors.
+        ValueError: no such folder, no safetensors in it, a file that is missing, truncated or no safetensors, or two
+            files that hold the same tensor.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,6 +93,8 @@ class SafetensorsFolder:
             raise UserError(f"{self.folder} holds no safetensors files{pickles}")
         for path in paths:
             for name in self._opened(path).keys():  # noqa: SIM118 - no mapping
+                if name in self.files:
+                    raise UserError(f"{path} and {self.files[name].name} both hold {name}: delete one of the files")
                 self.files[name] = path
         self.close()
 
@@ -294,13 +297,17 @@ def _check_attention(config: dict[str, Any], tensors: dict[str, Tensor], path: P
 
 
 def safetensors_in(folder: Path) -> list[Path]:
-    """The folder's safetensors files, those that its index names if it has one; none where it has no such files.
+    """The safetensors files of a folder's model; none where it has no such files.
+
+    As transformers does: `model.safetensors` alone, else those that the index names. Without both, all files.
 
     Raises:
         ValueError: the index cannot be read, or names something else than safetensors files beside it; a file is a
             symbolic link out of the folder or a pointer of Git LFS.
     """
-    index = folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return _inside(folder, [single])
     if not index.is_file():
         return _inside(folder, sorted(folder.glob("*.safetensors")))
     try:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
@@ -69,6 +69,19 @@ def test_a_merged_export_is_the_model_with_adapters(kind: str, tmp_path: Path) -
 def test_a_merged_mpt_in_bf16_is_certified(tmp_path: Path) -> None:
     model = drawn(mpt(moe={"lora": {"r": 4, "targets": ["w1", "w2"]}}))
     assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--merge", "--dtype", "bf16", "--certify") == 0
+
+
+def test_a_sum_of_bf16_weights_and_adapters_is_rounded_once(tmp_path: Path) -> None:
+    plain = small("mixtral").bfloat16().state_dict()
+    run = commit(Wrapped(adapted("mixtral", small("mixtral").bfloat16())), tmp_path / "run")
+    assert export(run, tmp_path / "out", "--merge", "--dtype", "fp32", "--certify") == 0
+    assert export(run, tmp_path / "pairs", "--adapter", "--format", "per-expert") == 0
+    merged = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    pairs = load_file(tmp_path / "pairs" / "adapter_model.safetensors")
+    for name in (name for name in plain if ".experts." in name):
+        a, b = (pairs[f"base_model.model.{name.removesuffix('weight')}lora_{f}.weight"].double() for f in "AB")
+        expected = (plain[name].double() + 4 / 3 * b @ a).float()
+        torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6)  # bf16 rounds by 4e-3
 
 
 def trained(base: Path, folder: Path, save_frozen: bool, beside: str = "none", **optimizer_settings: Any) -> None:
@@ -353,9 +366,37 @@ def test_a_family_with_fused_experts_has_no_adapter_folder(tmp_path: Path, capsy
     run = commit(Wrapped(adapted("dbrx")), tmp_path / "run")
     assert export(run, tmp_path / "out", "--adapter") == 2
     assert "DBRX has no matrix of its own for each expert; use --merge" in capsys.readouterr().err
+    tensors_of(adapted("mixtral"), tmp_path / "mixtral")
+    small("granitemoe").save_pretrained(tmp_path / "base")
+    assert export(tmp_path / "mixtral/out", tmp_path / "out", "--adapter", "--base", tmp_path / "base") == 2
+    assert "Granite-MoE has no matrix of its own for each expert" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_base_of_upcycled_experts_is_no_dense_model(tmp_path: Path, capsys: Any) -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=61)).save_pretrained(tmp_path / "dense")
+    upcycled, model = (LlamaForCausalLM.from_pretrained(tmp_path / "dense") for _ in range(2))
+    apply_dmoe(upcycled, MoEConfig(num_experts=5, top_k=2))
+    upcycled.save_pretrained(tmp_path / "upcycled")
+    apply_dmoe(model, MoEConfig(num_experts=5, top_k=2, lora={"r": 3}))
+    run = commit(Wrapped(model), tmp_path / "run")
+    for words in ((), ("--base", tmp_path / "dense")):
+        assert export(run, tmp_path / "out", "--adapter", *words) == 2
+        assert "its upcycled model, which no folder holds: use --merge, or --base FOLDER" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--adapter", "--base", tmp_path / "upcycled") == 0
+
+
+def test_the_base_of_adapters_has_the_tokens_of_the_run(tmp_path: Path, capsys: Any) -> None:
+    model = adapted("mixtral", base_with_tokenizer("mixtral", tmp_path / "base"))
+    model.resize_token_embeddings(64)
+    run = commit(Wrapped(model), tmp_path / "run")
+    assert export(run, tmp_path / "out", "--adapter") == 2
+    assert f"the run's model has 64 tokens, {tmp_path / 'base'} has 61: use --merge" in capsys.readouterr().err
+    small("mixtral", vocab_size=64).save_pretrained(tmp_path / "resized")
+    assert export(run, tmp_path / "out", "--adapter", "--base", tmp_path / "resized") == 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_peft_folder_becomes_per_expert_pairs_and_back(kind: str, tmp_path: Path, capsys: Any) -> None:
     tensors_of(adapted(kind), tmp_path)
     small(kind).save_pretrained(tmp_path / "base")
@@ -374,6 +415,13 @@ def test_a_peft_folder_becomes_per_expert_pairs_and_back(kind: str, tmp_path: Pa
                 for found, scale, rank in zip((fused, again), scales, (c["r"] for c in configs), strict=True)
             )
             torch.testing.assert_close(ours, theirs)
+    pairs = load_file(tmp_path / "pairs" / "adapter_model.safetensors")
+    down = ("w2.lora_A.weight", "down_proj.lora_A.weight")
+    save_file(
+        {k: v for k, v in pairs.items() if not k.endswith(down)}, tmp_path / "pairs" / "adapter_model.safetensors"
+    )
+    assert export(tmp_path / "pairs", tmp_path / "no", *words, "peft") == 2
+    assert "has no lora_A of w2 in layer" in capsys.readouterr().err
     assert export(tmp_path / "out", tmp_path / "no", "--adapter") == 2
     assert "must be the folder of the model" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_local_experts": count}))

@@ -364,6 +364,22 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: 
         assert not file_mistakes({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})
 
 
+@pytest.mark.parametrize(("size", "count"), [(1, 0), (2, 2), (None, 2)])
+def test_rows_are_not_added_to_weights_that_are_not_there(size: int | None, count: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1}))
+    if size:  # without the file the number of tokens is not known
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(size)}}}))
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(tmp_path), "allow_embedding_resizing": True}
+    run = {"tokenizer": {"name": str(tmp_path)}, "callbacks": {"elastic_checkpoint": {"save_frozen": True}}}
+    assert not file_mistakes({**run, "model": {**model, "init_device": "cpu"}})
+    run["callbacks"] = {"elastic_checkpoint": {"save_frozen": False}}
+    found = file_mistakes({**run, "model": {**model, "init_device": "meta"}})
+    assert len(found) == count
+    if count:
+        assert found[0].startswith("model.init_device (meta)") and found[0].endswith("use init_device: cpu")
+        assert found[1].endswith("model.allow_embedding_resizing draws rows: use save_frozen: true")
+
+
 @pytest.mark.parametrize(("batch", "drop_last", "accepted"), [(7, True, True), (8, True, False), (8, False, True)])
 def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last: bool, accepted: bool, tmp_path: Path):
     (tmp_path / "train").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from foundry_moe import MoEConfig, apply_dmoe
@@ -90,6 +92,50 @@ def test_a_folder_may_hold_other_adapters_only_if_they_add_nothing(left: float, 
             for factor, name, scale in zip("AB", names, (1, 16 / 8), strict=True):  # B has the quotient
                 expected = given[layer.layer_index, matrix, factor] * scale
                 torch.testing.assert_close(layer.experts.get_parameter(name).data, expected)
+
+
+def peft_folder(folder: Path, spoiled: dict[str, torch.Tensor] | None = None, **keys: Any) -> Path:
+    """A pair of w1 for each of two experts, as peft writes it, and some other tensors or keys."""
+    pairs = {
+        f"base_model.model.model.layers.0.mlp.experts.{e}.gate_proj.lora_{factor}.weight": torch.ones(*shape)
+        for e in range(2)
+        for factor, shape in (("A", (2, 5)), ("B", (6, 2)))
+    }
+    plain = {"peft_type": "LORA", "use_rslora": False, "use_dora": False, "lora_bias": False, "alpha_pattern": {}}
+    config = {**plain, "rank_pattern": {}, "r": 2, "lora_alpha": 4, **keys}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({**pairs, **(spoiled or {})}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("alpha_pattern", {"gate_proj": 100}),
+        ("rank_pattern", {"gate_proj": 1}),
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("peft_type", "LOHA"),
+        ("use_rslora", "false"),
+    ],
+)
+def test_a_key_of_a_peft_folder_that_changes_its_products_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    tensors, config = adapters.read_folder(peft_folder(tmp_path))
+    assert adapters.factors_of(tensors, config, 2, tmp_path)[0, "w1", "A"].shape == (2, 5, 2)
+    with pytest.raises(ValueError, match=rf"lora.start: {key} \(.*peft's merge_and_unload"):
+        adapters.read_folder(peft_folder(tmp_path, **{key: value}))
+
+
+@pytest.mark.quick
+def test_factors_of_another_rank_or_without_finite_numbers_are_refused(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.1.gate_proj.lora_B.weight"
+    for spoiled, keys, listed in ((torch.ones(6, 1), {}, r"\[6, 1\]"), (torch.ones(6, 2), {"r": 4}, r"\[2, 5\]")):
+        read = adapters.read_folder(peft_folder(tmp_path, {name: spoiled}, **keys))
+        with pytest.raises(ValueError, match=rf"{listed} of .* is not of its rank, r \({read[1]['r']}\)"):
+            adapters.factors_of(*read, 2, tmp_path)
+    with pytest.raises(ValueError, match=f"{name} of .* holds infinite or undefined numbers"):
+        adapters.read_folder(peft_folder(tmp_path, {name: torch.full((6, 2), float("nan"))}))
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,31 @@ def test_a_folder_may_hold_a_tied_head_and_no_tensor_that_the_model_lacks(tmp_pa
     read_pretrained(model, SafetensorsFolder(tmp_path))
     assert torch.equal(model.lm_head.weight, there["lm_head.weight"])
     assert torch.equal(layers[1].gate.weight_ED, there["model.layers.1.mlp.gate.weight"])
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")  # else only this one is read
     save_file({"model.layers.1.mlp.bias": torch.zeros(1)}, tmp_path / "more.safetensors")
     with pytest.raises(ValueError, match=r"has a tensor model\.layers\.1\.mlp\.bias, which this OlmoeForCausalLM does"):
         read_pretrained(model, SafetensorsFolder(tmp_path))
+
+
+@pytest.mark.quick
+def test_the_files_of_a_folder_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    model = small("olmoe")
+    there = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    others = {name: torch.zeros_like(tensor) for name, tensor in there.items()}
+    save_file(others, tmp_path / "model_backup.safetensors")
+    index = {"weight_map": dict.fromkeys(there, "model_backup.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = small("olmoe", seed=6)
+    layers = apply_dmoe(ours, MoEConfig(num_experts=5, top_k=2))
+    read_pretrained(ours, SafetensorsFolder(tmp_path))
+    for model in (plain, ours):
+        assert torch.equal(model.lm_head.weight, there["lm_head.weight"])
+    assert torch.equal(layers[1].gate.weight_ED, there["model.layers.1.mlp.gate.weight"])
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    read_pretrained(ours, SafetensorsFolder(tmp_path))  # those of the index
+    assert not ours.lm_head.weight.any()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"weights.safetensors and model_backup.safetensors both hold lm_head.weight"):
+        SafetensorsFolder(tmp_path)
