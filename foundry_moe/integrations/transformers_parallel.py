@@ -265,11 +265,11 @@ def _load(model: Any, folder: Path, mapping: list[Any], device: torch.device) ->
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model, rename_source_key
     from transformers.modeling_utils import LoadStateDictConfig  # type: ignore[attr-defined]
 
-    index = folder / INDEX
-    listed_files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
-    files = [folder / name for name in sorted(listed_files)] or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"weights ({folder}): no safetensors files: give a folder that save_pretrained wrote")
+    files, index = [folder / "model.safetensors"], folder / INDEX  # read in this order, as transformers does
+    if not files[0].exists() and index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not files[0].exists():
+        raise UserError(f"weights ({folder}): no {files[0].name}: give a folder that save_pretrained wrote")
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118

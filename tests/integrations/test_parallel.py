@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from foundry_moe.integrations import transformers as integration
-from foundry_moe.integrations.transformers_parallel import _balance, _balance_over_all_ranks
+from foundry_moe.integrations.transformers_parallel import INDEX, _balance, _balance_over_all_ranks
 from foundry_moe.optim.muon import Muon
 from foundry_moe.schema import UserError
 from tests.helpers import transformers_experts as certificate
@@ -185,12 +186,24 @@ def test_compiled_blocks_share_graphs_and_later_shapes_add_none(checkpointed, on
     assert len(graphs) == 10
 
 
+def test_files_of_another_model_beside_the_weights_are_not_read(tmp_path, one_rank):
+    source = tiny_model("qwen3_moe")
+    source.save_pretrained(tmp_path)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(zeros, tmp_path / "old.safetensors", {"format": "pt"})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(zeros, "old.safetensors")}))
+    with torch.device("meta"):
+        model = tiny_model("qwen3_moe")
+    integration.parallelize(model, {"expert": 1}, weights=tmp_path, device="cpu")
+    assert torch.equal(model.get_input_embeddings().weight.to_local(), source.get_input_embeddings().weight)
+
+
 def test_files_without_slices_are_refused(tmp_path, four_ranks):
     """A convolution that the files hold in three parts: transformers would cut the parts and then join them."""
     family = next(family for family in certificate.families() if family.model == "kimi_linear")
     with torch.device("meta"):
         model = whole(family)
-    with pytest.raises(ValueError, match="no safetensors files: give a folder that save_pretrained wrote"):
+    with pytest.raises(ValueError, match="no model.safetensors: give a folder that save_pretrained wrote"):
         integration.parallelize(model, {"expert": 2, "shard": 2}, weights=tmp_path, device="cpu")
     whole(family).save_pretrained(tmp_path)
     with torch.device("meta"):
