@@ -203,7 +203,7 @@ def test_files_without_slices_are_refused(tmp_path, four_ranks):
     family = next(family for family in certificate.families() if family.model == "kimi_linear")
     with torch.device("meta"):
         model = whole(family)
-    with pytest.raises(ValueError, match="no model.safetensors: give a folder that save_pretrained wrote"):
+    with pytest.raises(ValueError, match=r"no model\.safetensors: give a folder that save_pretrained wrote"):
         integration.parallelize(model, {"expert": 2, "shard": 2}, weights=tmp_path, device="cpu")
     whole(family).save_pretrained(tmp_path)
     with torch.device("meta"):
