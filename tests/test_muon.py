@@ -214,17 +214,33 @@ def test_a_frozen_matrix_with_a_gradient_of_before_stays() -> None:
     assert torch.equal(model.wide.weight, before) and not optimizer.state[model.wide.weight]
 
 
-def test_groups_have_rates_of_their_own() -> None:
+@pytest.mark.parametrize("adamw_lr", [None, ADAMW_LR])
+def test_groups_have_rates_of_their_own(adamw_lr: float | None) -> None:
     model = Model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": [], "lr": 0.0}]
-    optimizer = Muon(groups, model=model, lr=LR)
+    optimizer = Muon(groups, model=model, lr=LR, adamw_lr=adamw_lr)
     apply_rules(model, [optimizer], {"param_groups": ["experts.1|embed"]})
     step(model, optimizer, 0)
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert {name for name in before if name not in moved} == {
         "embed.weight", "experts.1.gate_up_proj", "experts.1.down_proj"
     }  # fmt: skip
+
+
+def test_a_group_without_an_adamw_rate_of_its_own_uses_its_rate_for_all_parameters() -> None:
+    rates = [{}, {"lr": 0.1}, {"lr": 0.1, "adamw_lr": 0.2}, {"adamw_lr": 0.4}]
+    expected = [ADAMW_LR, 0.1, 0.2, 0.4]
+    for keys, rate in zip(rates, expected, strict=True):
+        model = Model()
+        before = model.embed.weight.detach().clone()
+        optimizer = Muon([{"params": list(model.parameters()), **keys}], model=model, lr=LR, adamw_lr=ADAMW_LR)
+        step(model, optimizer, 1, factor=1e3)  # the first update of AdamW is its rate, at 0.7 of the schedule
+        torch.testing.assert_close(
+            (model.embed.weight - before).abs(), torch.full_like(before, 0.7 * rate), rtol=1e-3, atol=1e-4
+        )
+    with pytest.raises(UserError, match=r"muon.lr \(0\) with adamw_lr \(0.003\).* lr must be above 0"):
+        Muon(model.parameters(), model=model, lr=0.0, adamw_lr=ADAMW_LR)
 
 
 def test_a_model_is_needed() -> None:

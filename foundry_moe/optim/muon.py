@@ -57,7 +57,8 @@ class Muon(FusedAdamW):
         params: parameters of `model`, or groups of them.
         model: which parameter is what; needed before the first step. LLM Foundry's runs with experts set it.
         lr: of hidden matrices.
-        adamw_lr: of all other parameters, at the start; schedules change it as they change `lr`. None: `lr`.
+        adamw_lr: of all other parameters, at the start; schedules change it as they change `lr`. None: `lr`. A group
+            with an `lr` and no `adamw_lr` of its own uses that `lr` for all its parameters.
         betas, eps: of AdamW.
         weight_decay: of all, decoupled as in Composer's DecoupledAdamW: it is multiplied by lr / initial lr, not by lr.
             For the `weight_decay` of torch's optimizers give lr times it.
@@ -96,9 +97,19 @@ class Muon(FusedAdamW):
             "dtype": dtype,
         }
         super().__init__(params, settings)
-        for group in self.param_groups:
-            group["initial_lr"] = group["lr"]
         self.model = model
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "lr" in param_group:  # before defaults are filled in
+            param_group = {"adamw_lr": None, **param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("initial_lr", group["lr"])
+        if group["adamw_lr"] and not group["lr"]:
+            raise UserError(
+                f"muon.lr (0) with adamw_lr ({group['adamw_lr']}): schedules multiply both by lr / initial lr, so lr "
+                "must be above 0; to freeze hidden matrices use disable_grad"
+            )
 
     def _update(self, index: int, group: dict[str, Any]) -> None:
         matrices, others = [], []
@@ -110,8 +121,9 @@ class Muon(FusedAdamW):
                 matrices += self._views(parameter, known)
         lr, initial_lr = group["lr"], group.setdefault("initial_lr", group["lr"])
         first = initial_lr if group["adamw_lr"] is None else group["adamw_lr"]
-        factor = lr / initial_lr if initial_lr else 1.0
-        adamw = {"params": others, "lr": first * factor, "initial_lr": first, "amsgrad": False}
+        factor = lr / initial_lr if initial_lr else 0.0
+        rate, decay = first * factor, group["weight_decay"] * factor
+        adamw = {"params": others, "lr": rate, "initial_lr": rate, "weight_decay": decay, "amsgrad": False}
         super()._update(index, {**group, **adamw})
         running: list[Iterator[None]] = []
         for turn, batch in [*_batches(matrices), (0, []), (0, [])]:
@@ -174,7 +186,7 @@ def _update_batch(
     """The step of equal matrices in three stages: momentum and messages, orthogonalisation and messages, weights.
 
     Args:
-        schedule: lr / initial lr.
+        schedule: lr / initial lr; 0 where both are 0.
         turn: which ranks get a matrix more than others; equal on all ranks of the batch.
     """
     if not batch:
@@ -199,7 +211,7 @@ def _update_batch(
     ours = (lambda: update_NRC) if exchange is None else exchange.scatter(update_NRC)
     yield
     rate = group["lr"] * RMS * math.sqrt(max(sum(part.heights), part.columns))
-    kept = 1 - group["weight_decay"] * schedule if rate else 1.0
+    kept = 1 - group["weight_decay"] * schedule
     for matrix, update in zip(batch, ours().split(numbers), strict=True):
         if _fits_kernel(matrix.weight, update):
             kernels.subtract_(matrix.weight, update, kept, rate)
