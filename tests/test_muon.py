@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -253,6 +255,24 @@ def test_a_model_is_needed() -> None:
     for dtype in ("half a float", "float16", "int64", "bool"):
         with pytest.raises(UserError, match=rf"muon.dtype \({dtype}\) must be bfloat16, float32 or float64"):
             Muon(model.parameters(), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "valid"),
+    [
+        *((key, value, "0 or more") for key in ("lr", "adamw_lr", "eps", "weight_decay") for value in (-1.0, math.nan)),
+        *(("ns_steps", value, "1 or more") for value in (0, -1, 2.5)),
+        *(("momentum", value, "0 or more and below 1") for value in (1, 2, -0.1)),
+        *(("betas", value, "two numbers from 0 to below 1") for value in ((1.0, 0.9), (0.9, 1.0), (0.9,))),
+        ("dtype", "int8", "bfloat16, float32 or float64"),
+    ],
+)
+def test_invalid_values_are_refused_also_in_a_group(key: str, value: Any, valid: str) -> None:
+    model = Model()
+    groups = [list(model.parameters()), [{"params": list(model.parameters()), key: value}]]
+    for group, keys in zip(groups, ({key: value}, {}), strict=True):
+        with pytest.raises(UserError, match=rf"^muon.{key} \({re.escape(str(value))}\) must be {valid}"):
+            Muon(group, model=model, **keys)
 
 
 class WithPositions(nn.Module):

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.matrices import Part, find_matrices, parts_of
 from foundry_moe.optim.newton_schulz import orthogonalize
+from foundry_moe.optim.values import value_mistakes
 from foundry_moe.parallel.collectives import all_to_all
 from foundry_moe.parallel.gradients import local_part
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, raise_mistakes
 
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
-DTYPES = ("bfloat16", "float32", "float64")
 TOGETHER = 2**28  # numbers orthogonalised at once: 512 MiB in bf16; 2**27 takes 2% to 6% longer, 2**25 17% to 29%
 
 
@@ -66,7 +66,8 @@ class Muon(FusedAdamW):
         dtype: of Newton-Schulz iterations, by name.
 
     Raises:
-        ValueError: at a step, without the model, or with parameters that are not the model's.
+        ValueError: an invalid value, also of a group; at a step, without the model, or with parameters that are not
+            the model's.
     """
 
     def __init__(
@@ -84,10 +85,6 @@ class Muon(FusedAdamW):
         *,
         model: nn.Module | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise UserError(f"muon.dtype ({dtype}) must be bfloat16, float32 or float64")
-        if not 0 <= momentum < 1:
-            raise UserError(f"muon.momentum ({momentum}) must be 0 or more and below 1")
         settings: dict[str, Any] = {"lr": lr, "adamw_lr": adamw_lr, "betas": tuple(betas), "eps": eps}
         settings |= {
             "weight_decay": weight_decay,
@@ -105,11 +102,7 @@ class Muon(FusedAdamW):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("initial_lr", group["lr"])
-        if group["adamw_lr"] and not group["lr"]:
-            raise UserError(
-                f"muon.lr (0) with adamw_lr ({group['adamw_lr']}): schedules multiply both by lr / initial lr, so lr "
-                "must be above 0; to freeze hidden matrices use disable_grad"
-            )
+        raise_mistakes(value_mistakes(group, "muon"))
 
     def _update(self, index: int, group: dict[str, Any]) -> None:
         matrices, others = [], []
