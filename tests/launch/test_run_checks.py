@@ -126,6 +126,21 @@ def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) 
         check(override)
 
 
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ("", r"^model.moe.mesh.shard \(3\) must divide d_model \(128\), the rows of experts' matrices$"),
+        ("model.d_model=192", r"mesh.shard \(3\) must divide expert_hidden_size \(256\)"),
+    ],
+)
+def test_a_mesh_that_does_not_cut_experts_evenly_is_named_before_the_start(keys: str, sentence: str) -> None:
+    placed = ["fsdp_config={}", "global_train_batch_size=6", "model.moe.mesh={expert: 2, shard: 3}", *keys.split()]
+    with pytest.raises(ValueError, match=sentence):
+        check_whole_run(plain(load_run(DEMO, placed)), (6, 6))
+    placed[2] = "model.moe.mesh={expert: 1, shard: 6}"  # which shards the dimension of experts
+    check_whole_run(plain(load_run(DEMO, placed)), (6, 6))
+
+
 def mistakes_of(*overrides: str) -> list[str]:
     with pytest.raises(MistakesError) as caught:
         check(*overrides)
