@@ -75,9 +75,9 @@ class FusedAdamW(Optimizer):
         torch.autograd.graph.increment_version(written)  # as operators of torch do
         torch._foreach_add_(steps, 1)
         if others:
-            stepped, *tensors = map(list, zip(*others, strict=True))
+            stepped, *kinds = map(list, zip(*others, strict=True))
             # torch walks through storage, and leaves gaps and differing strides aside
-            local, grads, means, squares, *largest = [[t.contiguous() for t in kind] for kind in tensors]
+            local, grads, means, squares, *largest = [[t.contiguous() for t in kind] for kind in kinds]
             if self.gradient_factor is not None:
                 grads = [(grad * self.gradient_factor).to(grad.dtype) for grad in grads]
             if not lr:  # torch removes lr * weight_decay of a weight
@@ -87,7 +87,7 @@ class FusedAdamW(Optimizer):
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay / lr if lr else 0.0, eps=group["eps"],
                 amsgrad=group["amsgrad"], maximize=False,
             )  # fmt: skip
-            for kind, updated in zip((tensors[0], *tensors[2:]), (local, means, squares, *largest), strict=True):
+            for kind, updated in zip((kinds[0], *kinds[2:]), (local, means, squares, *largest), strict=True):
                 for tensor, copied in zip(kind, updated, strict=True):
                     if tensor is not copied:
                         tensor.copy_(copied)
