@@ -79,6 +79,13 @@ def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
     return expert == 1 or rows % shard == 0
 
 
+def check_rows(sizes: Mapping[str, object], *, shard: int, expert: int) -> None:
+    """Raises ValueError for a size by its key, d_model or expert_hidden_size, that `shard` would not cut evenly."""
+    for key, size in sizes.items():
+        if isinstance(size, int) and not can_cut_rows(size, shard=shard, expert=expert):
+            raise UserError(f"mesh.shard ({shard}) must divide {key} ({size}), the rows of experts' matrices")
+
+
 def refuse_other_parallelism(*, tensor_parallel: bool, fsdp_version: str) -> None:
     """Raises ValueError for tensor parallelism and FSDP1, which dMoE layers do not support."""
     if tensor_parallel:

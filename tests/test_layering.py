@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "models": CORE | {"checkpoint"},
     "algorithms": LIBRARY | {"optim"},
     "loads": {"schema"},
-    "launch": LIBRARY,
+    "launch": LIBRARY | {"optim"},
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "train", "certify", "__init__"},
     "counts": {"schema", "flops", "layers", "commands"},

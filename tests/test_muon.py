@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -214,17 +216,33 @@ def test_a_frozen_matrix_with_a_gradient_of_before_stays() -> None:
     assert torch.equal(model.wide.weight, before) and not optimizer.state[model.wide.weight]
 
 
-def test_groups_have_rates_of_their_own() -> None:
+@pytest.mark.parametrize("adamw_lr", [None, ADAMW_LR])
+def test_groups_have_rates_of_their_own(adamw_lr: float | None) -> None:
     model = Model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": [], "lr": 0.0}]
-    optimizer = Muon(groups, model=model, lr=LR)
+    optimizer = Muon(groups, model=model, lr=LR, adamw_lr=adamw_lr)
     apply_rules(model, [optimizer], {"param_groups": ["experts.1|embed"]})
     step(model, optimizer, 0)
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert {name for name in before if name not in moved} == {
         "embed.weight", "experts.1.gate_up_proj", "experts.1.down_proj"
     }  # fmt: skip
+
+
+def test_a_group_without_an_adamw_rate_of_its_own_uses_its_rate_for_all_parameters() -> None:
+    rates = [{}, {"lr": 0.1}, {"lr": 0.1, "adamw_lr": 0.2}, {"adamw_lr": 0.4}]
+    expected = [ADAMW_LR, 0.1, 0.2, 0.4]
+    for keys, rate in zip(rates, expected, strict=True):
+        model = Model()
+        before = model.embed.weight.detach().clone()
+        optimizer = Muon([{"params": list(model.parameters()), **keys}], model=model, lr=LR, adamw_lr=ADAMW_LR)
+        step(model, optimizer, 1, factor=1e3)  # the first update of AdamW is its rate, at 0.7 of the schedule
+        torch.testing.assert_close(
+            (model.embed.weight - before).abs(), torch.full_like(before, 0.7 * rate), rtol=1e-3, atol=1e-4
+        )
+    with pytest.raises(UserError, match=r"muon.lr \(0\) with adamw_lr \(0.003\).* lr must be above 0"):
+        Muon(model.parameters(), model=model, lr=0.0, adamw_lr=ADAMW_LR)
 
 
 def test_a_model_is_needed() -> None:
@@ -237,6 +255,24 @@ def test_a_model_is_needed() -> None:
     for dtype in ("half a float", "float16", "int64", "bool"):
         with pytest.raises(UserError, match=rf"muon.dtype \({dtype}\) must be bfloat16, float32 or float64"):
             Muon(model.parameters(), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "valid"),
+    [
+        *((key, value, "0 or more") for key in ("lr", "adamw_lr", "eps", "weight_decay") for value in (-1.0, math.nan)),
+        *(("ns_steps", value, "1 or more") for value in (0, -1, 2.5)),
+        *(("momentum", value, "0 or more and below 1") for value in (1, 2, -0.1)),
+        *(("betas", value, "two numbers from 0 to below 1") for value in ((1.0, 0.9), (0.9, 1.0), (0.9,))),
+        ("dtype", "int8", "bfloat16, float32 or float64"),
+    ],
+)
+def test_invalid_values_are_refused_also_in_a_group(key: str, value: Any, valid: str) -> None:
+    model = Model()
+    groups = [list(model.parameters()), [{"params": list(model.parameters()), key: value}]]
+    for group, keys in zip(groups, ({key: value}, {}), strict=True):
+        with pytest.raises(UserError, match=rf"^muon.{key} \({re.escape(str(value))}\) must be {valid}"):
+            Muon(group, model=model, **keys)
 
 
 class WithPositions(nn.Module):

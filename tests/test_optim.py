@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,3 +99,64 @@ def test_factor_holds_for_one_step_and_leaves_gradients() -> None:
     assert (parameter == 1).all() and (parameter.grad == 2).all()
     optimizer.step()
     assert (parameter < 1).all()
+
+
+def updated_as_by_composer(make: Callable[[], nn.Parameter], lr: object = 0.03, factor: float = 1.0) -> None:
+    """Three steps of both optimizers at a falling rate give one result."""
+    results = []
+    for kind in (DecoupledAdamWFused, DecoupledAdamW):
+        parameter = make()
+        optimizer = kind([parameter], **{**KEYS, "lr": lr, "weight_decay": 0.1})
+        generator = torch.Generator().manual_seed(5)
+        for step in range(3):
+            grad = torch.randn(parameter.shape, generator=generator).to(parameter)  # its strides are those of its shape
+            parameter.grad = grad if kind is DecoupledAdamWFused else grad * factor
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["initial_lr"] * 0.8**step
+            if kind is DecoupledAdamWFused and factor != 1:
+                optimizer.gradient_factor = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
+            optimizer.step()
+        results.append((parameter.detach(), optimizer.state[parameter]["exp_avg"]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.t(), lambda x: x[:, :5], lambda x: x[:, 5:], lambda x: x[::2]],
+    ids=["transposed", "left columns", "right columns", "every other row"],
+)
+def test_parameters_of_any_strides_are_updated(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    stored = torch.randn(6, 10, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    held: list[torch.Tensor] = []
+
+    def make() -> nn.Parameter:
+        held.append(stored.clone())
+        return nn.Parameter(view(held[-1]))
+
+    updated_as_by_composer(make, factor=0.37)
+    for whole in held:
+        view(whole).copy_(view(stored))
+        assert torch.equal(whole, stored), "numbers beside the view were written"
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_group_at_a_rate_of_zero_decays_as_composers(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> None:
+    monkeypatch.setattr(adamw, "_fits_kernel", lambda *_: kernel)
+    updated_as_by_composer(lambda: nn.Parameter(torch.ones(4, device=DEVICE)), lr=0.0)
+
+
+def test_gradients_of_each_dtype_are_scaled_by_a_factor_of_full_precision() -> None:
+    narrow, wide = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = DecoupledAdamWFused([narrow, wide], lr=0.1)
+    for parameter in (narrow, wide):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.gradient_factor = torch.tensor(1 / 3, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[wide]["exp_avg"], torch.full_like(wide, 0.1 / 3))
+
+
+def test_a_rate_given_as_a_tensor_keeps_its_first_value() -> None:
+    optimizer = DecoupledAdamWFused([nn.Parameter(torch.ones(3))], lr=torch.tensor(0.01))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.001) and group["initial_lr"] == pytest.approx(0.01)

@@ -19,6 +19,7 @@ from foundry_moe.config import (
     MeshConfig,
     MoEConfig,
     check_compilation,
+    check_rows,
     refuse_other_parallelism,
 )
 from foundry_moe.launch.checkpoint_settings import WHERE, checkpoint_config
@@ -232,9 +233,13 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
     if machine is not None:
         used = ranks_that_train(run, config, machine)
         check_fit(run, used=used, config=config)
-        if config is not None and mesh is not None and isinstance(config.expert_hidden_size, tuple):
+        if config is not None and mesh is not None and config.mesh != AUTO:
             plan = plan_mesh(mesh, world_size=used, ranks_per_node=machine[1], num_experts=config.num_experts)
-            check_expert_widths(config.expert_hidden_size, plan.expert)
+            widths = config.expert_hidden_size
+            if isinstance(widths, tuple):
+                check_expert_widths(widths, plan.expert)
+            rows = {"d_model": section(run, "model").get("d_model"), "expert_hidden_size": widths}
+            check_rows(rows, shard=plan.shard, expert=plan.expert)
     elif config is not None and mesh is not None and mesh.expert != AUTO and config.num_experts % mesh.expert:
         raise UserError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "

@@ -14,6 +14,7 @@ from foundry_moe.config import AUTO, MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, table
 from foundry_moe.launch.run_files import datasets, loaders, local_json
 from foundry_moe.launch.run_times import time_mistakes
+from foundry_moe.optim.values import value_mistakes
 from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # patterns that match every name
@@ -168,9 +169,8 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
         ("optimizer", optimizer),
         *((f"optimizer.param_groups.{index}", group) for index, group in enumerate(groups)),
     ):
-        betas = settings.get("betas")
-        if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
-            yield f"{where}.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
+        known = settings if optimizer.get("name") == "muon" else {"betas": settings.get("betas")}
+        yield from value_mistakes(known, where)
     given = optimizer.get("disable_grad") or []
     frozen = [given] if isinstance(given, str) else list(given)
     for pattern in [*frozen, *(group["param_str_match"] for group in groups)]:

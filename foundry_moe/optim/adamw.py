@@ -25,6 +25,11 @@ class FusedAdamW(Optimizer):
 
     gradient_factor: Tensor | None = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["lr"] = float(group["lr"])  # schedules change a tensor in place, which the initial lr would follow
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """As in torch's optimizers.
@@ -70,15 +75,22 @@ class FusedAdamW(Optimizer):
         torch.autograd.graph.increment_version(written)  # as operators of torch do
         torch._foreach_add_(steps, 1)
         if others:
-            stepped, local, grads, means, squares, *largest = map(list, zip(*others, strict=True))
-            if factor is not None:
-                grads = list(torch._foreach_mul(grads, factor.to(grads[0].dtype)))
+            stepped, *kinds = map(list, zip(*others, strict=True))
+            # torch walks through storage, and leaves gaps and differing strides aside
+            local, grads, means, squares, *largest = [[t.contiguous() for t in kind] for kind in kinds]
+            if self.gradient_factor is not None:
+                grads = [(grad * self.gradient_factor).to(grad.dtype) for grad in grads]
+            if not lr:  # torch removes lr * weight_decay of a weight
+                torch._foreach_mul_(local, 1 - decay)
             torch._fused_adamw_(
                 local, grads, means, squares, largest[0] if largest else [], stepped,
-                # torch removes lr * weight_decay of a weight
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay / lr if lr else 0.0, eps=group["eps"],
                 amsgrad=group["amsgrad"], maximize=False,
             )  # fmt: skip
+            for kind, updated in zip((kinds[0], *kinds[2:]), (local, means, squares, *largest), strict=True):
+                for tensor, copied in zip(kind, updated, strict=True):
+                    if tensor is not copied:
+                        tensor.copy_(copied)
         self._corrections(index, group, steps)  # of the next step, while the device is busy with this one
 
     def _state_of(self, p: Tensor, names: list[str]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from foundry_moe.optim.adamw import FusedAdamW
 from foundry_moe.optim.matrices import Part, find_matrices, parts_of
 from foundry_moe.optim.newton_schulz import orthogonalize
+from foundry_moe.optim.values import value_mistakes
 from foundry_moe.parallel.collectives import all_to_all
 from foundry_moe.parallel.gradients import local_part
-from foundry_moe.schema import UserError
+from foundry_moe.schema import UserError, raise_mistakes
 
 RMS = 0.2  # of AdamW's updates; Moonlight, equation 4
-DTYPES = ("bfloat16", "float32", "float64")
 TOGETHER = 2**28  # numbers orthogonalised at once: 512 MiB in bf16; 2**27 takes 2% to 6% longer, 2**25 17% to 29%
 
 
@@ -57,7 +57,8 @@ class Muon(FusedAdamW):
         params: parameters of `model`, or groups of them.
         model: which parameter is what; needed before the first step. LLM Foundry's runs with experts set it.
         lr: of hidden matrices.
-        adamw_lr: of all other parameters, at the start; schedules change it as they change `lr`. None: `lr`.
+        adamw_lr: of all other parameters, at the start; schedules change it as they change `lr`. None: `lr`. A group
+            with an `lr` and no `adamw_lr` of its own uses that `lr` for all its parameters.
         betas, eps: of AdamW.
         weight_decay: of all, decoupled as in Composer's DecoupledAdamW: it is multiplied by lr / initial lr, not by lr.
             For the `weight_decay` of torch's optimizers give lr times it.
@@ -65,7 +66,8 @@ class Muon(FusedAdamW):
         dtype: of Newton-Schulz iterations, by name.
 
     Raises:
-        ValueError: at a step, without the model, or with parameters that are not the model's.
+        ValueError: an invalid value, also of a group; at a step, without the model, or with parameters that are not
+            the model's.
     """
 
     def __init__(
@@ -83,10 +85,6 @@ class Muon(FusedAdamW):
         *,
         model: nn.Module | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise UserError(f"muon.dtype ({dtype}) must be bfloat16, float32 or float64")
-        if not 0 <= momentum < 1:
-            raise UserError(f"muon.momentum ({momentum}) must be 0 or more and below 1")
         settings: dict[str, Any] = {"lr": lr, "adamw_lr": adamw_lr, "betas": tuple(betas), "eps": eps}
         settings |= {
             "weight_decay": weight_decay,
@@ -96,9 +94,15 @@ class Muon(FusedAdamW):
             "dtype": dtype,
         }
         super().__init__(params, settings)
-        for group in self.param_groups:
-            group["initial_lr"] = group["lr"]
         self.model = model
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "lr" in param_group:  # before defaults are filled in
+            param_group = {"adamw_lr": None, **param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("initial_lr", group["lr"])
+        raise_mistakes(value_mistakes(group, "muon"))
 
     def _update(self, index: int, group: dict[str, Any]) -> None:
         matrices, others = [], []
@@ -110,8 +114,9 @@ class Muon(FusedAdamW):
                 matrices += self._views(parameter, known)
         lr, initial_lr = group["lr"], group.setdefault("initial_lr", group["lr"])
         first = initial_lr if group["adamw_lr"] is None else group["adamw_lr"]
-        factor = lr / initial_lr if initial_lr else 1.0
-        adamw = {"params": others, "lr": first * factor, "initial_lr": first, "amsgrad": False}
+        factor = lr / initial_lr if initial_lr else 0.0
+        rate, decay = first * factor, group["weight_decay"] * factor
+        adamw = {"params": others, "lr": rate, "initial_lr": rate, "weight_decay": decay, "amsgrad": False}
         super()._update(index, {**group, **adamw})
         running: list[Iterator[None]] = []
         for turn, batch in [*_batches(matrices), (0, []), (0, [])]:
@@ -174,7 +179,7 @@ def _update_batch(
     """The step of equal matrices in three stages: momentum and messages, orthogonalisation and messages, weights.
 
     Args:
-        schedule: lr / initial lr.
+        schedule: lr / initial lr; 0 where both are 0.
         turn: which ranks get a matrix more than others; equal on all ranks of the batch.
     """
     if not batch:
@@ -199,7 +204,7 @@ def _update_batch(
     ours = (lambda: update_NRC) if exchange is None else exchange.scatter(update_NRC)
     yield
     rate = group["lr"] * RMS * math.sqrt(max(sum(part.heights), part.columns))
-    kept = 1 - group["weight_decay"] * schedule if rate else 1.0
+    kept = 1 - group["weight_decay"] * schedule
     for matrix, update in zip(batch, ours().split(numbers), strict=True):
         if _fits_kernel(matrix.weight, update):
             kernels.subtract_(matrix.weight, update, kept, rate)

@@ -132,10 +132,13 @@ def gradient_norm(parameters: Iterable[Tensor] | Tensor) -> Tensor:
     """
     parts = [(grad, held) for grad, held in _local_gradients(parameters) if grad.numel()]
     total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else _default_device())
-    norms = torch._foreach_norm([grad for grad, _ in parts]) if parts else ()
-    for copies in sorted({held for _, held in parts}):  # not a tensor: its copy to the device would block the host
-        same = [norm for norm, (_, held) in zip(norms, parts, strict=True) if held == copies]
-        total += torch.stack(same).double().square().sum() / copies
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # by copies, not a tensor: its copy would block the host
+    for grad, held in parts:
+        alike.setdefault((held, grad.dtype), []).append(grad)
+    for (held, dtype), grads in alike.items():
+        # at least fp32: a norm in bf16 has 8 bits, one in fp16 overflows above 65,504
+        norms = torch._foreach_norm(grads, dtype=torch.promote_types(dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum() / held
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

@@ -63,6 +63,14 @@ def test_auto_counts_the_logits_that_a_machine_without_liger_kernel_holds(monkey
     assert without.memory_bytes > fused.memory_bytes + logits_bytes
 
 
+def test_a_run_of_shorter_sequences_than_its_model_is_planned_with_its_own_length() -> None:
+    long = olmoe(global_train_batch_size=64)
+    short = {**long, "max_seq_len": long["model"]["max_seq_len"] // 4}
+    plan, longer = choose_microbatch(short, machine(60)), choose_microbatch(long, machine(60))
+    assert plan.step_tokens == 64 * short["max_seq_len"] and plan.microbatch > longer.microbatch
+    assert "1,024 tokens on a GPU" in format_plan(plan)
+
+
 def resharding(**overrides: Any) -> dict[str, Any]:
     return olmoe(fsdp_config={"reshard_after_forward": "auto"}, **overrides)
 

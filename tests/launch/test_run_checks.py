@@ -86,6 +86,15 @@ def check(*overrides: str) -> None:
         ),
         ("load_weights_only=true", r"load_weights_only \(True\) has no effect without load_path"),
         ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas \(\[0.9, 1.0\]\) must be two numbers from 0 to below 1"),
+        ("optimizer={name: muon, momentum: 1}", r"optimizer.momentum \(1\) must be 0 or more and below 1"),
+        ("optimizer={name: muon, lr: .nan}", r"^optimizer.lr \(nan\) must be 0 or more$"),
+        ("optimizer={name: muon, dtype: bf16}", r"optimizer.dtype \(bf16\) must be bfloat16, float32 or float64"),
+        ("optimizer={name: muon, lr: 0, adamw_lr: 0.1}", r"optimizer.lr \(0\) with adamw_lr \(0.1\)"),
+        (
+            "optimizer={name: muon, param_groups: [{param_str_match: wte, adamw_lr: -1}]}",
+            r"optimizer.param_groups.0.adamw_lr \(-1\) must be 0 or more",
+        ),
+        ("optimizer={name: muon, adamw_lr: null, weight_decay: 0}", None),
         ("loggers={wandb: {projekt: x}}", "did you mean 'project'"),
         ("train_loader.prefetch_factor=2", "needs worker processes"),
         ("train_loader.dataset.locale=x", "did you mean 'local'"),
@@ -115,6 +124,21 @@ def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) 
         return check(override)
     with pytest.raises(ValueError, match=sentence):
         check(override)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ("", r"^model.moe.mesh.shard \(3\) must divide d_model \(128\), the rows of experts' matrices$"),
+        ("model.d_model=192", r"mesh.shard \(3\) must divide expert_hidden_size \(256\)"),
+    ],
+)
+def test_a_mesh_that_does_not_cut_experts_evenly_is_named_before_the_start(keys: str, sentence: str) -> None:
+    placed = ["fsdp_config={}", "global_train_batch_size=6", "model.moe.mesh={expert: 2, shard: 3}", *keys.split()]
+    with pytest.raises(ValueError, match=sentence):
+        check_whole_run(plain(load_run(DEMO, placed)), (6, 6))
+    placed[2] = "model.moe.mesh={expert: 1, shard: 6}"  # which shards the dimension of experts
+    check_whole_run(plain(load_run(DEMO, placed)), (6, 6))
 
 
 def mistakes_of(*overrides: str) -> list[str]:

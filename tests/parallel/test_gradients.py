@@ -107,6 +107,19 @@ def test_a_norm_whose_square_is_beyond_fp32_is_finite() -> None:
     assert gradient_norm(parameters).item() == pytest.approx(3e19)
 
 
+def test_a_norm_of_16_bit_gradients_is_not_rounded_to_their_dtype() -> None:
+    parameters = [
+        torch.nn.Parameter(torch.zeros(n, dtype=dtype))
+        for n, dtype in ((10**6, torch.float16), (999, torch.bfloat16), (3, torch.float64))
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 100.0)
+    # 100,000 is above fp16's largest number; a CPU adds a million squares in fp32, one after the other
+    assert gradient_norm(parameters).item() == pytest.approx(100 * (10**6 + 999 + 3) ** 0.5, rel=1e-3)
+    bf16 = gradient_norm(parameters[1]).item()
+    assert bf16 == pytest.approx(100 * 999**0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("use", [lambda w: w.t(), lambda w: w, lambda w: w @ torch.ones(2, 3)])
 def test_local_weight_divides_the_gradient_in_a_compiled_graph_too(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight = torch.randn(4, 2, requires_grad=True)

@@ -14,7 +14,7 @@ from typing import Any
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
-from foundry_moe.config import AUTO, RESHARD, MeshConfig, can_cut_rows, check_batch_size
+from foundry_moe.config import AUTO, RESHARD, MeshConfig, check_batch_size, check_rows
 from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
@@ -141,14 +141,10 @@ def plan_run(
     nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": shape.moe.num_experts}
     gpus = ranks_in_use(config, world_size=machine.gpus, batch_size=batch, **nodes)
     plan = plan_mesh(config, world_size=gpus, **nodes)
-    rows = {"d_model": shape.d_model}
-    if len(shape.expert_widths) > 1:
-        check_expert_widths(shape.expert_widths, plan.expert)
-    else:
-        rows["expert_hidden_size"] = shape.expert_widths[0]
-    for key, size in rows.items():
-        if not can_cut_rows(size, shard=plan.shard, expert=plan.expert):
-            raise UserError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
+    widths = shape.moe.expert_hidden_size
+    if isinstance(widths, tuple):
+        check_expert_widths(widths, plan.expert)
+    check_rows({"d_model": shape.d_model, "expert_hidden_size": widths}, shard=plan.shard, expert=plan.expert)
     sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get(MICROBATCH, AUTO)
     fsdp = section(run, "fsdp_config")

@@ -188,10 +188,10 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     shared = (3 if ACTIVATIONS[moe.activation].gated else 2) * d_model * moe.shared_expert_hidden_size
     shared += d_model if moe.shared_expert_gate else 0
     gate = 0 if moe.gate.get("name") == "hash" else moe.num_experts * d_model * (2 if moe.gate.get("noise") else 1)
-    sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
+    positions = int(model.get("max_seq_len") or 2048)  # of the model, at most; the run's length may be below it
     tied = bool(model.get("tie_word_embeddings", True))
     learned = model.get("learned_pos_emb", True) and not (attention.get("rope") or attention.get("alibi"))
-    positions = sequence * d_model if learned else 0
+    learned_positions = positions * d_model if learned else 0
     return ModelShape(
         layers=layers,
         moe_layers=sum(moe.selects(index) for index in range(layers)),
@@ -199,15 +199,15 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         query_width=query_width,
         key_width=key_width,
         vocab_size=vocab_size,
-        sequence=sequence,
+        sequence=int(run.get("max_seq_len") or positions),
         ffn_hidden=hidden,
         ffn_matrices=ffn_matrices,
         moe=moe,
         around_ffn=around,
         beside_experts=gate + shared,
         dense_ffn=dense_ffn,
-        outside_blocks=(1 if tied else 2) * vocab_size * d_model + positions + norm,
-        looked_up=(0 if tied else vocab_size * d_model) + positions,
+        outside_blocks=(1 if tied else 2) * vocab_size * d_model + learned_positions + norm,
+        looked_up=(0 if tied else vocab_size * d_model) + learned_positions,
         fused_loss=_has_fused_loss(model),
     )
 
