@@ -53,8 +53,6 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
 
     Defaults where they cannot be read: the run itself reports what is wrong.
     """
-    if not words or not words[0].endswith((".yaml", ".yml")):
-        return DEFAULTS
     try:
         from omegaconf import OmegaConf
 

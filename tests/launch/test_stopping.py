@@ -96,7 +96,7 @@ def test_a_signal_to_one_process_before_it_can_handle_any_stops_the_run(tmp_path
 
 
 def test_settings_are_the_run_s(tmp_path) -> None:
-    path = tmp_path / "run.yaml"
+    path = tmp_path / "run.conf"
     path.write_text("callbacks: {elastic_checkpoint: {folder: '${nope}', signals: [SIGUSR2]}}\n")
     assert stop_settings([str(path)]) == DEFAULTS, "the run says what is wrong with it"
     overrides = ["callbacks.elastic_checkpoint.folder=a", "callbacks.elastic_checkpoint.grace=100s"]
