@@ -245,8 +245,9 @@ def _print_failure(error: ChildFailedError, logs: Path, config: CheckpointConfig
 
 def log_folder(config: CheckpointConfig) -> Path:
     """Where the output of failed ranks is kept: beside a local checkpoint folder, else in the working directory."""
-    local = config is not DEFAULTS and "://" not in config.folder
-    return Path(config.folder).parent if local else Path()
+    folder = config.folder.removeprefix("file://")
+    local = config is not DEFAULTS and "://" not in folder
+    return Path(folder).expanduser().parent if local else Path()
 
 
 @contextlib.contextmanager
