@@ -42,7 +42,8 @@ while os.path.exists(f"/proc/{launcher}") and time.monotonic() < end:
     time.sleep(0.02)
 print(text, file=sys.stderr, flush=True)
 """
-_WAIT_S = {"foundry_moe.launch": 0.4, "foundry-moe": 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
+LAUNCHER = "FOUNDRY_MOE_LAUNCHER"  # in the environment of ranks of our launcher: its process id
+_WAIT_S = {LAUNCHER: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
 
 _code: int | None = None  # of a process that is leaving
 _last_line = ""
@@ -67,6 +68,8 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
 
 def launcher_of(pid: int) -> str:
     """Name of the launcher of ranks that a process is, or "". A shell is none: it may leave a run in the background."""
+    if os.environ.get(LAUNCHER) == str(pid):
+        return LAUNCHER
     try:
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

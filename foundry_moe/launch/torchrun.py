@@ -45,7 +45,7 @@ from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
 from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig
-from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, SECOND_S, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, LAUNCHER, SECOND_S, SLACK_S, stop_settings, stopped_early
 from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
@@ -169,6 +169,7 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
         ChildFailedError: as torchrun does, after `--max-restarts` failures.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's value for several processes, here for one too
+    os.environ[LAUNCHER] = str(os.getpid())
     rendezvous.register()
     parsed = run.parse_args(arguments)
     config = stop_settings(parsed.training_script_args)
