@@ -178,13 +178,19 @@ def _skip_remaining_handlers() -> None:
 atexit.register(_skip_remaining_handlers)
 
 
+def heeded(names: Sequence[str]) -> list[signal.Signals]:
+    """These signals, without a SIGHUP that this process ignores: `nohup` outlives its terminal."""
+    ignored = {"SIGHUP"} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return [signal.Signals[name] for name in names if name not in ignored]
+
+
 def exit_on(names: Sequence[str]) -> None:
     """Makes these signals end the process with exit code RESTART and one sentence while it does not train.
 
     A handler in Python would have to wait until the main thread returns from a collective. A thread that reads the
     process's wakeup file does not. `StopSignals` takes that file away while it is installed.
     """
-    numbers = {int(signal.Signals[name]) for name in names}
+    numbers = {int(number) for number in heeded(names)}
     for number in numbers:  # a signal without a handler in Python writes no wakeup
         signal.signal(number, _ignore)
     reads, writes = os.pipe()
@@ -250,8 +256,7 @@ class StopSignals:
             return
         if not self._before:
             self._wakeup = signal.set_wakeup_fd(-1)  # that of `exit_on`
-        for name in self.names:
-            number = signal.Signals[name]
+        for number in heeded(self.names):
             if number not in self._before:
                 self._before[number] = signal.signal(number, self._note)
         self._launcher = os.getppid() if launcher_of(os.getppid()) else 0
@@ -298,8 +303,8 @@ class OutliveSignals:
         self.names, self.seconds, self.then = tuple(names), seconds, then
 
     def __call__(self, worker: int) -> None:
-        for name in self.names:
-            signal.signal(signal.Signals[name], self._wait)
+        for number in heeded(self.names):
+            signal.signal(number, self._wait)
         if self.then is not None:
             self.then(worker)
 

@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from foundry_moe.launch.ending import DEFAULTS, stop_settings
+from tests.helpers.launching import free_port
 from tests.helpers.stop_worker import ROOT, WORKER
 
 
@@ -103,6 +105,23 @@ def test_settings_are_the_run_s(tmp_path) -> None:
     config = stop_settings([str(path), *overrides])
     assert config.grace_s == 100 and config.signals == ("SIGUSR2",)
     assert stop_settings([]) == stop_settings(["script", "x"]) == DEFAULTS and DEFAULTS.grace_s == 25
+
+
+def test_a_stop_before_the_processes_start_is_one_line(tmp_path) -> None:
+    server = "from foundry_moe.launch import fork_server\nfork_server.import_modules = lambda: time.sleep(600)\n"
+    (tmp_path / "worker.py").write_text(f"import time\n{server}fork_server.serve()\n")
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"  # where the second node never comes
+    words = ["--nnodes=2", "--rdzv-backend=foundry", endpoint, "--rdzv-conf=is_host=false", str(tmp_path / "worker.py")]
+    command = [sys.executable, "-m", "foundry_moe.launch.torchrun", *words]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (servers := psutil.Process(process.pid).children()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == 75
+    assert said.splitlines()[-1].startswith("Stopped by SIGTERM while no batch was trained") and "Trace" not in said
+    psutil.wait_procs(servers, timeout=5)
+    assert not any(server.is_running() for server in servers)
 
 
 STARTING = """
