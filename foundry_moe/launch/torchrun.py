@@ -233,7 +233,7 @@ def _raise_signals(names: Sequence[str]) -> None:
 def _stay_here(parsed: Any) -> None:
     """`--standalone` with a store that listens on 127.0.0.1 only, in place of torch's."""
     _raise_signals(Agent.signals)  # nothing here waits for a store, and this removes the folder of logs
-    parsed.standalone = False
+    parsed.standalone, parsed.nnodes = False, "1:1"  # whatever PET_NNODES says
     parsed.rdzv_backend, parsed.rdzv_conf = rendezvous.NAME, "store_type=hash"
     parsed.rdzv_id, parsed.rdzv_endpoint, parsed.local_addr = str(uuid.uuid4()), "localhost:0", LOOPBACK
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's agent would serve one on all interfaces
@@ -249,7 +249,7 @@ def launch_here(processes: int, words: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
         others = ",".join(f"{rank}:3" for rank in range(1, processes)) or "0"  # both streams of each go to files
-        options = ["--standalone", f"--nproc-per-node={processes}"]
+        options = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0"]
         return launch([*options, f"--log-dir={logs}", f"--redirects={others}", *words], Path(logs))
 
 

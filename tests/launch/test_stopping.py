@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from foundry_moe.launch import torchrun
 from foundry_moe.launch.ending import DEFAULTS, stop_settings
 from tests.helpers.launching import free_port
 from tests.helpers.stop_worker import ROOT, WORKER
@@ -122,6 +124,19 @@ def test_a_stop_before_the_processes_start_is_one_line(tmp_path) -> None:
     assert said.splitlines()[-1].startswith("Stopped by SIGTERM while no batch was trained") and "Trace" not in said
     psutil.wait_procs(servers, timeout=5)
     assert not any(server.is_running() for server in servers)
+
+
+@pytest.mark.quick
+def test_a_run_on_one_machine_ignores_the_environment_of_a_cluster(monkeypatch) -> None:
+    for name, value in {"NNODES": "2:2", "MAX_RESTARTS": "3", "RDZV_BACKEND": "etcd"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    started: list[Any] = []
+    monkeypatch.setattr(torchrun.run, "run", started.append)
+    for name in ("exit_on", "_raise_signals"):  # handlers would stay
+        monkeypatch.setattr(torchrun, name, lambda names: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert torchrun.launch_here(1, ["script.py"]) == 0
+    assert (started[0].nnodes, started[0].max_restarts, started[0].rdzv_backend) == ("1:1", 0, "foundry")
 
 
 STARTING = """
