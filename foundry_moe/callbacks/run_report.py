@@ -175,7 +175,7 @@ def read_facts(path: str) -> dict[str, float]:
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(facts, dict) or not all(type(fact) in (int, float) for fact in facts.values()):
-            raise ValueError("it must be a mapping of names to numbers")
+            raise UserError("it must be a mapping of names to numbers")
         return facts
     except (OSError, ValueError) as error:
         raise UserError(
