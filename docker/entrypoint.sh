@@ -33,8 +33,20 @@ die() {
     exit 2
 }
 
-is_count() {
-    case $1 in '' | *[!0-9]* | 0) return 1 ;; *) return 0 ;; esac
+is_count() { # without leading zeros, which the shell's arithmetic takes for octal
+    case $1 in '' | *[!0-9]* | 0*) return 1 ;; *) return 0 ;; esac
+}
+
+is_number() {
+    [ "$1" = 0 ] || is_count "$1"
+}
+
+is_decimal() {
+    case $1 in '' | . | *[!0-9.]* | *.*.*) return 1 ;; *) return 0 ;; esac
+}
+
+check_port() { # NAME VALUE
+    { is_count "$2" && [ ${#2} -le 5 ] && [ "$2" -le 65535 ]; } || die "$1 ($2) must be from 1 to 65535"
 }
 
 if [ $# -eq 0 ] || [ "$1" = --help ]; then
@@ -42,6 +54,7 @@ if [ $# -eq 0 ] || [ "$1" = --help ]; then
     exit 0
 fi
 if [ "$1" = store ]; then
+    check_port MASTER_PORT "${MASTER_PORT:-29500}"
     exec python -m foundry_moe.launch.rendezvous "${MASTER_PORT:-29500}"
 fi
 if [ "$1" = -- ]; then
@@ -76,15 +89,19 @@ elif [ -n "${NNODES:-}" ]; then
     [ "$nodes" = 1 ] || [ -n "${NODE_RANK:-}" ] || die "NODE_RANK is unset: give each host its number, from 0"
 fi
 
-is_count "$nodes" || die "the number of nodes ($nodes) must be a positive whole number"
-case $rank in '' | *[!0-9]*) die "this node's number ($rank) must be a whole number from 0" ;; esac
+is_count "$nodes" || die "the number of nodes ($nodes) must be a positive whole number without leading zeros"
+is_number "$rank" || die "this node's number ($rank) must be a whole number from 0, without leading zeros"
 [ "$rank" -lt "$nodes" ] || die "this node's number ($rank) must be below the number of nodes ($nodes)"
 if [ "$nodes" -gt 1 ] && [ -z "$STORE" ]; then
     [ -n "$master" ] || die "MASTER_ADDR is unset: set it to the name of node 0, or set STORE"
 fi
-case ${STORE:-HOST:PORT} in *:*) ;; *) die "STORE ($STORE) must be HOST:PORT" ;; esac
+case ${STORE:-HOST:1} in ?*:*) ;; *) die "STORE ($STORE) must be HOST:PORT" ;; esac
+[ -z "$STORE" ] || check_port "the port of STORE" "${STORE##*:}"
 port=${MASTER_PORT:-29500}
-{ is_count "$port" && [ "$port" -le 65535 ]; } || die "MASTER_PORT ($port) must be from 1 to 65535"
+check_port MASTER_PORT "$port"
+call=${LAST_CALL_S:-30}
+is_number "$call" || die "LAST_CALL_S ($call) must be whole seconds"
+is_decimal "${LINK_GB_S:-0}" || die "LINK_GB_S ($LINK_GB_S) must be GB/s, a number"
 
 # How many processes run here?
 processes=${NPROC:-}
@@ -96,7 +113,7 @@ is_count "$processes" || die "NPROC ($processes) must be a positive whole number
 least=${MIN_NODES:-$nodes}
 { is_count "$least" && [ "$least" -le "$nodes" ]; } || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
 restarts=${MAX_RESTARTS:-100}
-case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
+is_number "$restarts" || die "MAX_RESTARTS ($restarts) must be a whole number"
 
 # shellcheck disable=SC3045 # dash and bash have these options
 # gloo opens a connection, thus a descriptor, to every other rank in each group: 6,150 per process of 3,072 ranks.
@@ -135,7 +152,7 @@ else
     [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
     set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
         --rdzv-backend foundry --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
-        --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30},$alive" "$script" "$@"
+        --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=$call,$alive" "$script" "$@"
 fi
 
 if [ "${DRY_RUN:-}" = 1 ]; then

@@ -9,7 +9,7 @@ found=1
 for process in "${PROC:-/proc}"/[0-9]*; do
     [ -r "$process/cmdline" ] || continue
     case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in
-        *foundry_moe.launch.* | *bin/torchrun* | *bin/composer*) found=0 && break ;;
+        *foundry_moe.launch.* | *foundry-moe\ train* | *bin/torchrun* | *bin/composer*) found=0 && break ;;
     esac
 done
 if [ $found -ne 0 ]; then

@@ -26,7 +26,7 @@ from foundry_moe.config import AUTO, RESHARD, MoEConfig
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, record_config, set_console
-from foundry_moe.launch.ending import RunComplete, exit_on, is_first_rank, leave_after_handlers
+from foundry_moe.launch.ending import RunComplete, exit_on, is_first_rank, leave_after_handlers, stop_settings
 from foundry_moe.launch.run_config import (
     check_device,
     check_whole_run,
@@ -112,6 +112,7 @@ def train(arguments: list[str]) -> int:
 def train_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe train`: checks a run, then starts its processes on this machine."""
     processes, words = arguments.nproc, [arguments.yaml, *arguments.overrides]
+    exit_on(stop_settings(words).signals)
     number = "one per GPU" if processes is None else processes
     print(f"starting {arguments.yaml}, processes: {number}; their imports take 10 to 60 s", flush=True)
     if processes is None:

@@ -191,7 +191,7 @@ class ExpertLoad(Callback):
             from foundry_moe.loads.page import write_page  # Bokeh takes a second
 
             try:
-                write_page(self.file.path, Path(self.html))
+                write_page(self.file.path, Path(self.html).expanduser())
             except UserError as error:  # for example of an older run in the same file, which must not end this one
                 log.warning("callbacks.expert_load.html: %s", error)
 

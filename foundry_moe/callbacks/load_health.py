@@ -31,7 +31,7 @@ class LoadFile:
     def __init__(self, path: str) -> None:
         if "://" in path:
             raise UserError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self._opened = False
 
     def add(self, batch: int, names: list[int], counts_LE: Tensor, metrics: dict[str, float], *, top_k: int) -> None:

@@ -170,11 +170,14 @@ def read_facts(path: str) -> dict[str, float]:
     """Numbers by name, from a JSON file.
 
     Raises:
-        ValueError: no such file, or no JSON.
+        ValueError: no such file, no JSON, or other values.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(facts, dict) or not all(type(fact) in (int, float) for fact in facts.values()):
+            raise UserError("it must be a mapping of names to numbers")
+        return facts
+    except (OSError, ValueError) as error:
         raise UserError(
             f"callbacks.run_report.facts ({path}): {error}; leave it out, or write it with the demo's data "
             "(python examples/demo_data.py FOLDER)"

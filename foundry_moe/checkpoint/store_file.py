@@ -285,7 +285,9 @@ class FileStore(Store):
             return NotFoundError(f"{where}: no such file or folder")
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             return DeniedError(f"{where}: no permission ({error.strerror}); let user {os.getuid()} write there")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            return StoreError(f"{where}: {error.strerror}, by a limit of file size (ulimit -f, or the file system's)")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             left = f"{error.strerror}, {self.free_bytes() or 0:,} bytes are free"
             return StoreError(f"{where}: the disk is full ({left}); {FREE_SPACE}")
         return StoreError(f"{where}: {error.strerror or error}")

@@ -88,7 +88,7 @@ class CheckpointConfig:
     timeout: str = field(default="60s", metadata=form("a time such as 60s"))
     grace: str = field(default="25s", metadata=form("a time such as 25s"))
     signals: tuple[str, ...] = field(
-        default=("SIGTERM", "SIGUSR1", "SIGINT"),
+        default=("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"),
         metadata=form("a list of signals' names such as [SIGTERM, SIGUSR1, SIGINT]"),
     )
     max_nonfinite: int | None = field(default=3, metadata=form("a whole number, or null"))

@@ -42,7 +42,8 @@ while os.path.exists(f"/proc/{launcher}") and time.monotonic() < end:
     time.sleep(0.02)
 print(text, file=sys.stderr, flush=True)
 """
-_WAIT_S = {"foundry_moe.launch": 0.4, "foundry-moe": 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
+LAUNCHER = "FOUNDRY_MOE_LAUNCHER"  # in the environment of ranks of our launcher: its process id
+_WAIT_S = {LAUNCHER: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
 
 _code: int | None = None  # of a process that is leaving
 _last_line = ""
@@ -53,8 +54,6 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
 
     Defaults where they cannot be read: the run itself reports what is wrong.
     """
-    if not words or not words[0].endswith((".yaml", ".yml")):
-        return DEFAULTS
     try:
         from omegaconf import OmegaConf
 
@@ -69,6 +68,8 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
 
 def launcher_of(pid: int) -> str:
     """Name of the launcher of ranks that a process is, or "". A shell is none: it may leave a run in the background."""
+    if os.environ.get(LAUNCHER) == str(pid):
+        return LAUNCHER
     try:
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -177,13 +178,19 @@ def _skip_remaining_handlers() -> None:
 atexit.register(_skip_remaining_handlers)
 
 
+def heeded(names: Sequence[str]) -> list[signal.Signals]:
+    """These signals, without a SIGHUP that this process ignores: `nohup` outlives its terminal."""
+    ignored = {"SIGHUP"} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return [signal.Signals[name] for name in names if name not in ignored]
+
+
 def exit_on(names: Sequence[str]) -> None:
     """Makes these signals end the process with exit code RESTART and one sentence while it does not train.
 
     A handler in Python would have to wait until the main thread returns from a collective. A thread that reads the
     process's wakeup file does not. `StopSignals` takes that file away while it is installed.
     """
-    numbers = {int(signal.Signals[name]) for name in names}
+    numbers = {int(number) for number in heeded(names)}
     for number in numbers:  # a signal without a handler in Python writes no wakeup
         signal.signal(number, _ignore)
     reads, writes = os.pipe()
@@ -249,8 +256,7 @@ class StopSignals:
             return
         if not self._before:
             self._wakeup = signal.set_wakeup_fd(-1)  # that of `exit_on`
-        for name in self.names:
-            number = signal.Signals[name]
+        for number in heeded(self.names):
             if number not in self._before:
                 self._before[number] = signal.signal(number, self._note)
         self._launcher = os.getppid() if launcher_of(os.getppid()) else 0
@@ -297,8 +303,8 @@ class OutliveSignals:
         self.names, self.seconds, self.then = tuple(names), seconds, then
 
     def __call__(self, worker: int) -> None:
-        for name in self.names:
-            signal.signal(signal.Signals[name], self._wait)
+        for number in heeded(self.names):
+            signal.signal(number, self._wait)
         if self.then is not None:
             self.then(worker)
 

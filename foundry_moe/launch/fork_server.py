@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from foundry_moe.launch.console import quiet_third_parties
+from foundry_moe.launch.ending import LAUNCHER, heeded
 
 SERVER = "FOUNDRY_MOE_FORK_SERVER"  # names the server's socket in its environment; 0 in a launcher's: no server
 # modules that a training process imports before its first batch, some of them only at their first use;
@@ -35,7 +36,8 @@ MODULES = (
 )
 PARENT_S = 5.0
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def serve() -> None:
@@ -45,6 +47,9 @@ def serve() -> None:
         return
     launcher = os.getppid()
     requests = socket.socket(fileno=int(number))
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # with the launcher, also during the imports
+    if os.environ.get(LAUNCHER) not in (None, str(launcher)):
+        os._exit(0)  # the launcher has ended before
     os.environ.setdefault("FSDP_VERSION", "2")
     quiet_third_parties()
     # without NVML, `torch.cuda.is_available` starts CUDA, and processes forked from this one could not use it
@@ -96,7 +101,7 @@ def _become(request: Mapping[str, str], launcher: int) -> bool:
             return False
         time.sleep(0.001)
     os.setsid()
-    for number in _SIGNALS:  # which imports may have changed
+    for number in heeded(_SIGNALS):  # which imports may have changed
         signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request)

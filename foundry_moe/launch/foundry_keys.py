@@ -153,7 +153,10 @@ class _Walk:
             yield from caught(self.check_rule, where, value, *rule.split())
 
     def check_rule(self, where: str, value: Any, sign: str, *rest: str) -> None:
-        """Raises ValueError unless the value is `>= 1`, `> 0 or auto`, `0 to 1`, `of A B`, or `in REGISTRY`."""
+        """Raises ValueError unless the value is `>= 1`, `> 0 or auto`, `0 to 1`, `of A B`, or `in REGISTRY`.
+
+        An upper limit is `> 0 and at most 9`.
+        """
         if sign == "of":
             one_of(where, value, rest)
         elif sign == "in":
@@ -161,10 +164,14 @@ class _Walk:
                 one_of(where, value, known_names(rest[0]))
         elif sign == ">=" and not (fits(value, float) and value >= int(rest[0])):
             raise UserError(f"{where} ({value!r}) must be {rest[0]} or more")
-        elif sign == ">" and not (value in rest[1:] or (fits(value, float) and value > int(rest[0]))):
+        elif sign == ">" and not (value in rest[1:] or (fits(value, float) and int(rest[0]) < value <= _most(rest))):
             raise UserError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
         elif sign == "0" and not (fits(value, float) and 0 <= value <= 1):
             raise UserError(f"{where} ({value!r}) must be a probability, from 0 to 1")
+
+
+def _most(rest: Sequence[str]) -> float:
+    return float(rest[-1]) if "most" in rest else float("inf")
 
 
 @cache

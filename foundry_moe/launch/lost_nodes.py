@@ -11,9 +11,11 @@ Each restart has a store of its own. This module must not know processes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ from foundry_moe.checkpoint.errors import printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 2.5
 SILENT_S = 10.0  # four heartbeats; overridden by the environment variable NODE_SILENCE_S
@@ -37,7 +41,15 @@ def silent_s() -> float:
 def beat() -> None:
     """Touches the file that HEARTBEAT of the environment names, which `docker/healthcheck.sh` reads."""
     if (path := os.environ.get("HEARTBEAT")) and os.environ.get("LOCAL_RANK", "0") == "0":
-        Path(path).touch()
+        try:
+            Path(path).touch()
+        except OSError as error:
+            _warn_once(f"HEARTBEAT ({path}) cannot be touched: {error.strerror}")
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 class NodeWatch:

@@ -50,7 +50,7 @@ def stay_on_one_machine() -> None:
     if os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
         return
     use_loopback()
-    if "MASTER_PORT" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not {"MASTER_PORT", "RANK"} <= os.environ.keys() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
     if os.environ["RANK"] == "0":

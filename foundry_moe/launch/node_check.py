@@ -111,7 +111,7 @@ def faults_of_node() -> list[str]:
                     found.setdefault(str(device), fault)
             if gpus:
                 torch.cuda.empty_cache()
-        for number, fault in link_faults(devices, float(os.environ.get("LINK_GB_S", least))).items():
+        for number, fault in link_faults(devices, float(os.environ.get("LINK_GB_S") or least)).items():
             found.setdefault(str(devices[number]), fault)
     except RuntimeError as error:  # CUDA's: a GPU that does not answer
         found.setdefault("node", str(error).splitlines()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -248,11 +249,21 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
 
 
 def launched_machine() -> Machine | None:
-    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher."""
+    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher.
+
+    Raises:
+        ValueError: they are not positive whole numbers.
+    """
     if "WORLD_SIZE" not in os.environ:
         return None
-    world_size = int(os.environ["WORLD_SIZE"])
-    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    given = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in os.environ}
+    raise_mistakes(
+        f"{name} ({text}) in the environment must be a positive whole number: unset it, or let a launcher set it"
+        for name, text in given.items()
+        if not re.fullmatch("0*[1-9][0-9]*", text)
+    )
+    world_size = int(given["WORLD_SIZE"])
+    return world_size, int(given.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None = None) -> int:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -45,7 +45,17 @@ from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
 from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig
-from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, SECOND_S, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.ending import (
+    DEFAULTS,
+    INTERRUPTED,
+    LAUNCHER,
+    SECOND_S,
+    SLACK_S,
+    exit_on,
+    heeded,
+    stop_settings,
+    stopped_early,
+)
 from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
@@ -78,6 +88,7 @@ class Agent(LocalElasticAgent):
         if nodes > 1:
             self._watch = NodeWatch(worker_group.store, number, nodes, silent_s=silent_s())
             self._watch.start()
+        _raise_signals(self.signals)  # processes must end too now
         started = super()._start_workers(worker_group)
         processes: Any = self._pcontext
         close = processes.close
@@ -169,46 +180,60 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
         ChildFailedError: as torchrun does, after `--max-restarts` failures.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's value for several processes, here for one too
+    os.environ[LAUNCHER] = str(os.getpid())
     rendezvous.register()
     parsed = run.parse_args(arguments)
     config = stop_settings(parsed.training_script_args)
+    exit_on(config.signals)  # until processes start, also while torch waits for a store
     if hasattr(parsed, "signals_to_handle") and not any(word.startswith("--signals") for word in arguments):
-        parsed.signals_to_handle = ",".join(dict.fromkeys((*OF_TORCHRUN, *config.signals)))
+        parsed.signals_to_handle = ",".join(dict.fromkeys(n.name for n in heeded((*OF_TORCHRUN, *config.signals))))
+    Agent.signals, Agent.wait_s = config.signals, config.grace_s + SLACK_S
     if parsed.standalone:
         _stay_here(parsed)
-    Agent.signals, Agent.wait_s = config.signals, config.grace_s + SLACK_S
     Agent.nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
     api.LocalElasticAgent = Agent  # type: ignore[misc]
-    with _forking(parsed):
-        try:
+    try:
+        with _forking(parsed):
             record(run.run)(parsed)
-        except ChildFailedError as error:
-            codes = {failure.exitcode for failure in error.failures.values()}
-            stopped = RESTART in codes if logs is None else _print_failure(error, logs, config)
-            if Agent.final is not None:
-                return Agent.final
-            if stopped:
-                return RESTART
-            if logs is None:
-                raise
-            return PASSING_ERROR
-        except RendezvousStateError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return PASSING_ERROR
-        except SignalException as error:
-            if error.sigval.name not in config.signals:
-                raise
-            if Agent.final == INTERRUPTED:
-                print(CUT_SHORT, file=sys.stderr)
-            elif Agent.last.get(0) == -error.sigval:  # rank 0 could not handle it yet, and has printed nothing
-                print(stopped_early(error.sigval), file=sys.stderr)
-            return RESTART if Agent.final is None else Agent.final
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        stopped = RESTART in codes if logs is None else _print_failure(error, logs, config)
+        if Agent.final is not None:
+            return Agent.final
+        if stopped:
+            return RESTART
+        if logs is None:
+            raise
+        return PASSING_ERROR
+    except RendezvousStateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return PASSING_ERROR
+    except SignalException as error:
+        if error.sigval.name not in config.signals:
+            raise
+        if Agent.final == INTERRUPTED:
+            print(CUT_SHORT, file=sys.stderr)
+        elif Agent.last.get(0, -error.sigval) == -error.sigval:  # rank 0 did not handle it, and has printed nothing
+            print(stopped_early(error.sigval), file=sys.stderr)
+        return RESTART if Agent.final is None else Agent.final
     return 0
+
+
+def _raise_signals(names: Sequence[str]) -> None:
+    """Signals raise as in torch's handlers, which replace these when processes start; `exit_on` has no effect."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise SignalException("", signal.Signals(number))
+
+    for number in heeded(names):
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
 
 
 def _stay_here(parsed: Any) -> None:
     """`--standalone` with a store that listens on 127.0.0.1 only, in place of torch's."""
-    parsed.standalone = False
+    _raise_signals(Agent.signals)  # nothing here waits for a store, and this removes the folder of logs
+    parsed.standalone, parsed.nnodes = False, "1:1"  # whatever PET_NNODES says
     parsed.rdzv_backend, parsed.rdzv_conf = rendezvous.NAME, "store_type=hash"
     parsed.rdzv_id, parsed.rdzv_endpoint, parsed.local_addr = str(uuid.uuid4()), "localhost:0", LOOPBACK
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's agent would serve one on all interfaces
@@ -224,7 +249,7 @@ def launch_here(processes: int, words: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
         others = ",".join(f"{rank}:3" for rank in range(1, processes)) or "0"  # both streams of each go to files
-        options = ["--standalone", f"--nproc-per-node={processes}"]
+        options = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0"]
         return launch([*options, f"--log-dir={logs}", f"--redirects={others}", *words], Path(logs))
 
 
@@ -245,8 +270,9 @@ def _print_failure(error: ChildFailedError, logs: Path, config: CheckpointConfig
 
 def log_folder(config: CheckpointConfig) -> Path:
     """Where the output of failed ranks is kept: beside a local checkpoint folder, else in the working directory."""
-    local = config is not DEFAULTS and "://" not in config.folder
-    return Path(config.folder).parent if local else Path()
+    folder = config.folder.removeprefix("file://")
+    local = config is not DEFAULTS and "://" not in folder
+    return Path(folder).expanduser().parent if local else Path()
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ def test_a_second_ctrl_c_ends_the_process_and_the_launcher_s_copy_of_the_first_d
         (["/opt/venv/bin/python", "/opt/venv/bin/torchrun", "train.py"], "4", True),
         (["/bin/bash", "run.sh"], "4", False),  # a shell may leave a run in the background
         (["/home/composer/bin/python", "sweep.py"], "4", False),
+        (["/home/composer/bin/python", "sweep.py"], "ours", True),  # which calls `launch_here`
         (["python", "-m", "composer.cli.launcher"], None, False),
     ],
 )
@@ -64,6 +65,7 @@ def test_a_launcher_that_died_stops_the_run(monkeypatch, tmp_path, parent, world
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv(ending.LAUNCHER, "77" if world == "ours" else "76")
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "cmdline").write_bytes("\0".join(parent).encode())
     monkeypatch.setattr(ending, "PROC", tmp_path)

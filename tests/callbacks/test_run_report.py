@@ -22,6 +22,7 @@ from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.run_report import RunReport, sample_text
 from foundry_moe.checkpoint.store_file import FileStore
 from foundry_moe.flops import query_width
+from foundry_moe.schema import UserError
 from tests.helpers.training import MOE, MPT, batches, fit, llama, mpt
 
 LOSS = "LanguageCrossEntropy"
@@ -65,6 +66,16 @@ class Letters(torch.nn.Module):
             return {"input_ids": [0]}
 
         decode = staticmethod(lambda ids: str(len(ids)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["[1.5]", '{"unigram_loss": "low"}', '{"unigram_loss": true}', "{", "\xff"])
+def test_facts_are_a_mapping_of_numbers(tmp_path, text) -> None:
+    (tmp_path / "facts.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"^callbacks.run_report.facts \(.*facts.json\): "):
+        RunReport(facts=str(tmp_path / "facts.json"))
+    (tmp_path / "facts.json").write_text('{"unigram_loss": 1.5, "vocab_size": 8}')
+    assert RunReport(facts=str(tmp_path / "facts.json")).facts["unigram_loss"] == 1.5
 
 
 @pytest.mark.quick

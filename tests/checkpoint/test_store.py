@@ -291,6 +291,7 @@ def test_nobody_at_the_endpoint_is_one_sentence(moto) -> None:
     ("number", "kind", "words"),
     [
         (errno.ENOSPC, StoreError, r"write steps/x \(4 bytes\) .* the disk is full \(.*, [0-9,]{5,} bytes are free\)"),
+        (errno.EFBIG, StoreError, r"File too large, by a limit of file size \(ulimit -f, or the file system's\)"),
         (errno.EACCES, DeniedError, "no permission"),
     ],
 )

@@ -93,6 +93,11 @@ def test_kubernetes_and_plain_hosts() -> None:
         ({"MASTER_PORT": "99999"}, "MASTER_PORT (99999) must be from 1 to 65535"),
         ({"MIN_NODES": "2"}, "MIN_NODES (2) must be from 1 to the number of nodes (1)"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS (-1) must be a whole number"),
+        ({"NNODES": "08", "NODE_RANK": "0"}, "number of nodes (08) must be a positive whole number"),
+        ({"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "a"}, "number (01) must be a whole number"),
+        ({"LAST_CALL_S": "soon"}, "LAST_CALL_S (soon) must be whole seconds"),
+        ({"LINK_GB_S": "9O"}, "LINK_GB_S (9O) must be GB/s, a number"),
+        ({"STORE": "host:http"}, "the port of STORE (http) must be from 1 to 65535"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> None:
@@ -265,6 +270,7 @@ def test_health_is_a_launcher_and_a_heartbeat(tmp_path) -> None:
     for launcher in (
         b"python\0/opt/venv/bin/torchrun\0--standalone\0",
         b"python\0-m\0foundry_moe.launch.torchrun\0--standalone\0",
+        b"/opt/venv/bin/python\0/opt/venv/bin/foundry-moe\0train\0run.yaml\0",
     ):
         (tmp_path / "proc" / "7" / "cmdline").write_bytes(launcher)
         assert health() == (0, "healthy\n")
@@ -473,7 +479,7 @@ def test_hosts_are_started_one_by_one_without_secrets_in_the_command(tmp_path) -
     (tmp_path / "ssh").chmod(0o755)
     done = subprocess.run(
         ["/bin/sh", str(DOCKER / "hosts.sh"), "a b", "image:1", "run.yaml", "key=it's"],
-        env={**PLAIN, "SSH": str(tmp_path / "ssh"), "AWS_SECRET_ACCESS_KEY": "hidden"},
+        env={**PLAIN, "SSH": str(tmp_path / "ssh"), "AWS_SECRET_ACCESS_KEY": "hidden", "ENV_FILE": "/etc/run.env"},
         capture_output=True,
         text=True,
         check=True,
@@ -481,6 +487,7 @@ def test_hosts_are_started_one_by_one_without_secrets_in_the_command(tmp_path) -
     first, second = re.split(r"\n(?=b: )", done.stdout)
     assert first.startswith("a: docker run") and "NODE_RANK=0 --env MASTER_ADDR=a" in first
     assert second.startswith("b: docker run") and "NODE_RANK=1 --env MASTER_ADDR=a" in second
+    assert " --env-file /etc/run.env " in first and " --env FOUNDRY_MOE_TOKEN " in first
     assert "hidden" not in done.stdout and "'key=it'\\''s'" in first
     assert "--name" not in first and "--ulimit memlock=-1" in first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -87,6 +88,33 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
     if launcher is COMMAND:
         expected = ("starting ", "run ", "dMoE", "mesh ", "batch ", "First batch, ", "Checkpoint of batch ")
         assert [line for line in lines if not line.startswith(expected) and "WARNING" not in line] == lines[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_loses_no_batch_and_nohup_outlives_it(tiny_arguments, tmp_path, nohup) -> None:
+    ours, theirs = pty.openpty()
+    attach = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", attach, *(["nohup"] if nohup else []), *COMMAND, str(DEMO)]
+    words += [*tiny_arguments(tmp_path), "max_duration=20ba", "eval_interval=0"]
+    with (tmp_path / "printed").open("w+") as out:
+        prints = out if nohup else theirs
+        process = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=prints, stderr=prints, start_new_session=True)
+        os.close(theirs)
+        said = ""
+        try:
+            while "batch 2/" not in said and process.poll() is None:
+                said += out.read() if nohup else os.read(ours, 10000).decode()
+                time.sleep(0.05)
+            os.close(ours)
+            assert process.wait(STOP_S) == (0 if nohup else 75), said
+        finally:
+            kill_group(process)
+    newest = Ledger(open_store(str(tmp_path / "checkpoints"))).newest_first()[0].step
+    assert newest == 20 if nohup else 2 <= newest < 20
 
 
 @pytest.mark.timeout(400)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from foundry_moe.launch.checkpoint_settings import CheckpointConfig
+from foundry_moe.launch.ending import DEFAULTS
 from foundry_moe.launch.failures import failures_in, print_cause
+from foundry_moe.launch.torchrun import log_folder
 from tests.helpers.demo import BIN, ROOT, run
 
 WORKER = str(ROOT / "tests" / "launch" / "failing_worker.py")
@@ -44,6 +47,16 @@ def test_the_error_that_other_ranks_only_notice_is_shown_once(tmp_path, launcher
     if launcher is TORCHRUN:  # its summary
         assert "KeyError: 'planted on rank 1'" in text[text.index(shown) :], text
     assert sorted({path.name.split(".")[0] for path in tmp_path.glob("failed-*/*")}) == kept
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("folder", "beside"),
+    [("~/q/checkpoints", "~/q"), ("file:///tmp/q/checkpoints", "/tmp/q"), ("q/checkpoints", "q"), ("s3://q/run", ".")],
+)
+def test_logs_of_failed_ranks_are_kept_beside_the_folder_of_checkpoints(folder: str, beside: str) -> None:
+    assert log_folder(CheckpointConfig(folder=folder)) == Path(beside).expanduser()
+    assert log_folder(DEFAULTS) == Path()
 
 
 def written(logs: Path, rank: int, line: int, at_s: int) -> None:

@@ -16,6 +16,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import psutil
 from foundry_moe.launch import fork_server
+from foundry_moe.launch.ending import LAUNCHER, launcher_of
 folder, kind = sys.argv[1:]
 sys.path.insert(0, folder)
 fork_server.MODULES = ("slow_imports", "slow_imports:warm", "no_such_module")
@@ -26,7 +27,7 @@ import slow_imports
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 launcher = psutil.Process(os.getppid())
 said = {
-    "launcher": "foundry_moe.launch.torchrun" in launcher.cmdline(),
+    "launcher": "foundry_moe.launch.torchrun" in launcher.cmdline() and launcher_of(launcher.pid) == LAUNCHER,
     "own session": os.getsid(0) == os.getpid(),
     "imported": slow_imports.PID != os.getpid(),
     "warmed": slow_imports.WARMED == [1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -156,3 +157,14 @@ def test_one_process_of_a_node_touches_the_heartbeat(tmp_path, monkeypatch) -> N
     monkeypatch.setenv("LOCAL_RANK", "0")
     beat()
     assert (tmp_path / "beat").exists()
+
+
+@pytest.mark.quick
+def test_a_heartbeat_that_cannot_be_touched_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger("foundry_moe"), "propagate", True)
+    monkeypatch.setenv("HEARTBEAT", str(tmp_path / "missing" / "beat"))
+    beat()
+    beat()
+    assert [record.message for record in caplog.records] == [
+        f"HEARTBEAT ({tmp_path}/missing/beat) cannot be touched: No such file or directory"
+    ]

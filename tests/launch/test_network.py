@@ -76,6 +76,7 @@ def test_the_network_is_not_measured_after_a_restart_or_on_one_node(four_ranks: 
     ("given", "served", "changed"),
     [
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1", "RANK": "0"}, [], []),
+        ({"MASTER_PORT": "1"}, [], ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]),
         ({}, [], ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]),
         (
             {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "7", "RANK": "0", "MASTER_ADDR": "host"},
@@ -94,7 +95,7 @@ def test_the_network_is_not_measured_after_a_restart_or_on_one_node(four_ranks: 
         ),
         ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}, [], []),
     ],
-    ids=["two nodes", "one process", "first rank", "second rank", "torchrun", "chosen"],
+    ids=["two nodes", "no launcher", "one process", "first rank", "second rank", "torchrun", "chosen"],
 )
 def test_a_run_on_one_machine_listens_on_loopback_alone(
     given: dict[str, str], served: list[int], changed: list[str], monkeypatch: Any

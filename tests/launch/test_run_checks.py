@@ -18,7 +18,7 @@ from foundry_moe.launch import foundry_keys, run_config
 from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, plain
 from foundry_moe.launch.run_files import file_mistakes, missing_files
 from foundry_moe.launch.run_values import whole_paths
-from foundry_moe.schema import MistakesError
+from foundry_moe.schema import MistakesError, UserError
 from scripts import make_run_keys
 from tests.chaos.fuzz_yamls import run_cases
 
@@ -29,6 +29,16 @@ HF = "model={name: hf_causal_lm, pretrained_model_name_or_path: a/b, pretrained:
 
 def check(*overrides: str) -> None:
     check_whole_run(plain(load_run(DEMO, list(overrides))))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", ["abc", "1.5", "0", "-2", ""])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, size)
+    with pytest.raises(UserError, match=rf"^{name} \({size}\) in the environment must be a positive whole number"):
+        check()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,8 @@ def check(*overrides: str) -> None:
         ("optimizer={name: clip_lion}", r"optimizer.name \(clip_lion\) .*: use decoupled_lionw"),
         ("optimizer={name: adalr_lion}", r"optimizer.name \(adalr_lion\) .*: use decoupled_lionw"),
         ("dist_timeout=-1", r"dist_timeout \(-1\) must be a number above 0"),
+        ("dist_timeout=1e30", r"dist_timeout \(1e\+30\) must be a number above 0 and at most 1e9"),
+        ("python_log_level=LOUD", "python_log_level: 'LOUD' is not one of DEBUG, INFO"),
         ("optimizer.disable_grad=[.]", r"disable_grad \(.\) matches every parameter"),
         ("compile_config={}", r"compile_config compiles the whole model.*set mesh\.compile: blocks"),
     ],

@@ -9,10 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from foundry_moe.launch import torchrun
 from foundry_moe.launch.ending import DEFAULTS, stop_settings
+from tests.helpers.launching import free_port
 from tests.helpers.stop_worker import ROOT, WORKER
 
 
@@ -96,13 +100,43 @@ def test_a_signal_to_one_process_before_it_can_handle_any_stops_the_run(tmp_path
 
 
 def test_settings_are_the_run_s(tmp_path) -> None:
-    path = tmp_path / "run.yaml"
+    path = tmp_path / "run.conf"
     path.write_text("callbacks: {elastic_checkpoint: {folder: '${nope}', signals: [SIGUSR2]}}\n")
     assert stop_settings([str(path)]) == DEFAULTS, "the run says what is wrong with it"
     overrides = ["callbacks.elastic_checkpoint.folder=a", "callbacks.elastic_checkpoint.grace=100s"]
     config = stop_settings([str(path), *overrides])
     assert config.grace_s == 100 and config.signals == ("SIGUSR2",)
     assert stop_settings([]) == stop_settings(["script", "x"]) == DEFAULTS and DEFAULTS.grace_s == 25
+
+
+def test_a_stop_before_the_processes_start_is_one_line(tmp_path) -> None:
+    server = "from foundry_moe.launch import fork_server\nfork_server.import_modules = lambda: time.sleep(600)\n"
+    (tmp_path / "worker.py").write_text(f"import time\n{server}fork_server.serve()\n")
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"  # where the second node never comes
+    words = ["--nnodes=2", "--rdzv-backend=foundry", endpoint, "--rdzv-conf=is_host=false", str(tmp_path / "worker.py")]
+    command = [sys.executable, "-m", "foundry_moe.launch.torchrun", *words]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (servers := psutil.Process(process.pid).children()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == 75
+    assert said.splitlines()[-1].startswith("Stopped by SIGTERM while no batch was trained") and "Trace" not in said
+    psutil.wait_procs(servers, timeout=5)
+    assert not any(server.is_running() for server in servers)
+
+
+@pytest.mark.quick
+def test_a_run_on_one_machine_ignores_the_environment_of_a_cluster(monkeypatch) -> None:
+    for name, value in {"NNODES": "2:2", "MAX_RESTARTS": "3", "RDZV_BACKEND": "etcd"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    started: list[Any] = []
+    monkeypatch.setattr(torchrun.run, "run", started.append)
+    for name in ("exit_on", "_raise_signals"):  # handlers would stay
+        monkeypatch.setattr(torchrun, name, lambda names: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert torchrun.launch_here(1, ["script.py"]) == 0
+    assert (started[0].nnodes, started[0].max_restarts, started[0].rdzv_backend) == ("1:1", 0, "foundry")
 
 
 STARTING = """

@@ -81,8 +81,9 @@ def test_the_verdict_is_of_the_last_line(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_run_leaves_its_page_and_one_without_a_file_is_refused(tmp_path):
-    paths = {"file": str(tmp_path / "load.jsonl"), "html": str(tmp_path / "deep" / "load.html")}
+def test_a_run_leaves_its_page_and_one_without_a_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {"file": "~/load.jsonl", "html": "~/deep/load.html"}
     fit(mpt(), callbacks=[ExpertLoad(**paths)], duration="2ba")
     text = (tmp_path / "deep" / "load.html").read_text()
     assert "Up to batch 2: 2 layers of 4 experts, 2 lines." in text
