@@ -114,7 +114,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`Tensor.to` that gives the tensor itself where there is nothing to do, without a node of its own.
 
     torch.compile (2.11) gives a wrong gradient to an autograd function that returns an alias of what it computed: the
@@ -136,14 +136,14 @@ def sum_choices(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tens
     tokens, choices = row_TK.shape
     y_TD = y_RD.new_zeros(tokens, y_RD.shape[1], dtype=_accumulator(y_RD.dtype))
     if y_RD.shape[0] == 0:
-        return _cast(y_TD, y_RD.dtype)
+        return cast(y_TD, y_RD.dtype)
     for k in range(choices):
         row_T = row_TK[:, k]
         y_k_TD = y_RD.index_select(0, row_T.clamp(min=0)).to(y_TD.dtype)
         if weights_TK is not None:
             y_k_TD = y_k_TD * weights_TK[:, k, None].to(y_TD.dtype)
         y_TD = y_TD + y_k_TD.masked_fill((row_T < 0)[:, None], 0)
-    return _cast(y_TD, y_RD.dtype)
+    return cast(y_TD, y_RD.dtype)
 
 
 class _Permute(torch.autograd.Function):

@@ -15,6 +15,7 @@ from foundry_moe_kernels.block_products import BlockIndex
 from torch import Tensor
 
 from foundry_moe.ops.backends import blocksparse_available, tf32_allowed
+from foundry_moe.ops.permute import cast
 from foundry_moe.sparse.matrix import Matrix
 
 
@@ -39,7 +40,7 @@ def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tens
     sums = torch.float32 if dtype.itemsize == 2 else dtype
     parts = torch.bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
     out = parts.new_zeros(rows // block, block, b.shape[1]).index_add_(0, own.long(), parts)
-    return out.view(rows, -1).to(dtype)
+    return cast(out.view(rows, -1), dtype)
 
 
 class _SDD(torch.autograd.Function):

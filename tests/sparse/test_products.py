@@ -228,6 +228,29 @@ def test_second_derivatives_are_those_of_the_dense_product():
     assert error(found, second.double()) < 1e-5
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("product", ["sdd", "dsd", "dds"])
+def test_compiled_gradients_in_plain_torch_are_those_of_eager(product):
+    if CUDA:
+        pytest.skip("on a GPU fp64 is refused")
+    s, _ = matrix(masks()["random"], 16, torch.float64)
+    a, b = (new(*shape, dtype=torch.float64) for shape in ((5, s.shape[0]), (s.shape[1], 5)))
+
+    def compute(values, a, b):
+        sparse = s.with_values(values)
+        if product == "sdd":
+            return sdd(a.mT, b.mT, sparse).values
+        return dsd(sparse, b) if product == "dsd" else dds(a, sparse)
+
+    leaves = [leaf.requires_grad_() for leaf in (s.values, a, b)]
+    found = [
+        torch.autograd.grad(run(*leaves).sin().sum(), leaves, materialize_grads=True, allow_unused=True)
+        for run in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True))
+    ]
+    for eager, compiled in zip(*found, strict=True):
+        assert error(compiled, eager) < TOLERANCE[torch.float64]
+
+
 def csr(s: Matrix, **tables: torch.Tensor) -> Matrix:
     given = {"row_offsets": s.index.row_offsets_M1, "column_indices": s.index.columns_Z, **tables}
     return Matrix.from_csr(s.values, columns=s.shape[1], **given)
