@@ -19,11 +19,16 @@ from foundry_moe.ops.permute import cast
 from foundry_moe.sparse.matrix import Matrix
 
 
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # which kernels ignore too
+        return torch.bmm(a, b)
+
+
 def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
     if blocksparse_available(a_RK.device, a_RK.dtype):
         return kernels.sdd(a_RK, b_KC, index, tf32=tf32_allowed())
     block = index.block
-    return torch.bmm(
+    return _bmm(
         a_RK.unflatten(0, (-1, block))[index.rows_Z.long()],
         b_KC.unflatten(1, (-1, block)).transpose(0, 1)[index.columns_Z.long()],
     )
@@ -38,7 +43,7 @@ def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tens
         own, other, rows, values = other, own, index.shape[1], values.mT
     block, dtype = index.block, values.dtype
     sums = torch.float32 if dtype.itemsize == 2 else dtype
-    parts = torch.bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
+    parts = _bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
     out = parts.new_zeros(rows // block, block, b.shape[1]).index_add_(0, own.long(), parts)
     return cast(out.view(rows, -1), dtype)
 

@@ -251,6 +251,20 @@ def test_compiled_gradients_in_plain_torch_are_those_of_eager(product):
         assert error(compiled, eager) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.quick
+def test_autocast_changes_neither_kernels_nor_plain_torch(monkeypatch):
+    monkeypatch.setattr("foundry_moe.sparse.products.blocksparse_available", lambda *_: CUDA)
+    s, dense = matrix(masks()["random"], 16)
+    b = new(s.shape[1], K).requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = dsd(s, b)
+        (db,) = torch.autograd.grad(y, b, torch.ones_like(y))
+        values = sdd(y, b.mT, s)
+    assert error(y.detach(), dense @ b.detach().double()) < TOLERANCE[torch.float32]
+    assert error(db, dense.mT @ torch.ones_like(y, dtype=torch.float64)) < TOLERANCE[torch.float32]
+    assert values.values.dtype is torch.float32
+
+
 def csr(s: Matrix, **tables: torch.Tensor) -> Matrix:
     given = {"row_offsets": s.index.row_offsets_M1, "column_indices": s.index.columns_Z, **tables}
     return Matrix.from_csr(s.values, columns=s.shape[1], **given)
@@ -301,6 +315,7 @@ MISTAKES = {
         Matrix.from_mask(torch.ones(1, 2), block=16), columns_Z=torch.zeros(2, dtype=torch.int32)
     ),
     r"size \(0 x 32\)": lambda s, x: Matrix.from_mask(torch.ones(0, 2), block=16),
+    r"size \(-16 x 112\)": lambda s, x: csr(s, row_offsets=s.index.row_offsets_M1[:0]),
     "each of the": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z * 0),
     "transposed_rows_Z and": lambda s, x: checked(s, transposed_rows_Z=s.index.transposed_rows_Z.flip(0)),
     "row_offsets_M1 and": lambda s, x: checked(s, row_offsets_M1=s.index.row_offsets_M1.flip(0)),
