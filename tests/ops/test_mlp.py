@@ -107,26 +107,39 @@ def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters()
     ("change", "sentence"),
     [
         ({"x": torch.randn(3, 5)}, r"x_TD \(3, 5\) must be \[tokens, 4\]"),
+        ({"x": torch.randn(2, 4)}, r"x_TD \(2, 4\) must be \[3, D\]: the plan is for 3 tokens"),
+        ({"x": torch.randn(4, 4)}, r"x_TD \(4, 4\) must be \[3, D\]"),
+        ({"x": torch.randn(1, 3, 4)}, r"x_TD \(1, 3, 4\) must be \[3, D\]"),
+        ({"weights": torch.rand(2, 1)}, r"weights_TK \(2, 1\) must be \(3, 1\)"),
+        ({"weights": torch.rand(3, 2)}, r"weights_TK \(3, 2\) must be \(3, 1\)"),
+        ({"weights": torch.rand(3)}, r"weights_TK \(3,\) must be \(3, 1\)"),
         ({"w2": torch.randn(2, 4, 4)}, r"w2 \(2, 4, 4\) must be \(2, 4, 6\)"),
         ({"v1": torch.randn(2, 6, 5)}, "must have the shape of w1"),
         ({"experts": 3}, "the plan is for 3 experts, the weights for 2"),
         ({"experts": 1}, "the plan is for 1 experts, the weights for 2"),
         ({"activation": "swish"}, "activation 'swish' is not one of"),
         ({"backend": "grouped"}, "backend grouped needs bf16 on a CUDA device"),
+        ({"biases": ((2, 6), (2, 6), (2, 4))}, r"the bias of v1 must be None, not \[2, 6\]"),
+        ({"biases": ((2, 6), None, (2, 4)), "v1": torch.randn(2, 6, 4)}, r"of v1 must be \[2, 6\], not None"),
+        ({"biases": ((2, 1), None, (2, 4))}, r"the bias of w1 must be \[2, 6\], not \[2, 1\]"),
+        ({"biases": ((2, 6), None, (2, 1))}, r"the bias of w2 must be \[2, 4\], not \[2, 1\]"),
     ],
 )
 def test_wrong_use_is_named(change, sentence):
     plan = plan_permute(torch.tensor([0, 1, 1]), change.get("experts", 2))
+    shapes = change.get("biases")
+    biases = None if shapes is None else Biases(*(None if shape is None else torch.randn(shape) for shape in shapes))
     with pytest.raises(ValueError, match=sentence):
         expert_mlp(
             change.get("x", torch.randn(3, 4)),
-            None,
+            change.get("weights"),
             plan,
             torch.randn(2, 6, 4),
             change.get("v1"),
             change.get("w2", torch.randn(2, 4, 6)),
             activation=change.get("activation", "relu"),
             backend=change.get("backend", "reference"),
+            biases=biases,
         )
 
 
