@@ -76,7 +76,7 @@ def expert_mlp(
         x_TD, weights = _with_ones(x_TD), _with_biases(weights, biases)
         adapters = None if adapters is None else adapters.padded(ALIGN)
     device_type = x_TD.device.type
-    autocast = torch.is_autocast_enabled(device_type)
+    autocast = torch.is_autocast_enabled(device_type) and x_TD.dtype is not torch.float64
     if autocast:
         x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
     dtype = x_TD.dtype

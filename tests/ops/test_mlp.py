@@ -103,6 +103,16 @@ def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters()
     assert w1.grad.dtype is torch.float32
 
 
+def test_autocast_leaves_fp64_as_it_is_like_a_linear_layer():
+    x, w1, w2 = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (2, 8, 8), (2, 8, 8)))
+    arguments = (x, None, plan_permute(torch.tensor([0, 1, 1, 0]), 2), w1, None, w2)
+    expected = expert_mlp(*arguments, activation="relu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(x, w1[0]).dtype is torch.float64
+        y = expert_mlp(*arguments, activation="relu")
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
