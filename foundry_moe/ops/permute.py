@@ -15,9 +15,9 @@ from foundry_moe_kernels import permute as kernels
 from foundry_moe_kernels import permute_plan as plan_kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import on_gpu, twins
+from foundry_moe.ops.operators import on_gpu, refuse_second_derivatives, twins
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_on_kernels = on_gpu(torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,18 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
 
 
 def permute(x_TD: Tensor, plan: PermutePlan) -> Tensor:
-    """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
+    """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end.
+
+    Differentiable in `x_TD`, on a GPU once.
+    """
     return _Permute.apply(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
 def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Tensor:
     """Sums each token's rows, weighted: y_TD [T, D] in `y_RD`'s dtype, accumulated in fp32 or better.
 
-    A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
+    A token without choices gets zeros. None weighs all rows by one. Differentiable in `y_RD` and `weights_TK`, on a GPU
+    once.
     """
     return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
 
@@ -156,6 +160,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if _on_kernels(grads[0]):
+            refuse_second_derivatives(grads[0])
         return _sum(grads[0], None, *ctx.saved_tensors), None, None, None
 
 
@@ -168,6 +174,8 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if _on_kernels(grads[0]):
+            refuse_second_derivatives(grads[0])
         y_RD, weights_TK, *plan = ctx.saved_tensors
         if weights_TK is None:
             return _gather(grads[0], *plan), None, None, None, None
@@ -208,19 +216,19 @@ _gather = twins(
     triton=_gather_triton,
     plain=lambda x_TD, source_R, row_TK, _: gather_tokens(x_TD, source_R, row_TK.shape[1]),
     fake=lambda x_TD, source_R, *_: x_TD.new_empty(source_R.shape[0], x_TD.shape[1]),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )
 _sum = twins(
     "unpermute",
     triton=_sum_triton,
     plain=lambda y_RD, weights_TK, _, row_TK, __: sum_choices(y_RD, weights_TK, row_TK),
     fake=lambda y_RD, weights_TK, _, row_TK, __: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )
 _gradients = twins(
     "unpermute_backward",
     triton=_gradients_triton,
     plain=_gradients_plain,
     fake=lambda dy_TD, y_RD, weights_TK, *_: (y_RD.new_empty(y_RD.shape), weights_TK.new_empty(weights_TK.shape)),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )

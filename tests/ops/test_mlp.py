@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import POINTWISE, expert_mlp, plan_permute
 from foundry_moe.ops.mlp import Biases
 
 pytestmark = pytest.mark.quick
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def naive(x_TD, weights_TK, experts_TK, w1, v1, w2, act):
@@ -92,6 +94,30 @@ def test_expert_with_no_tokens_gets_zero_gradient():
     expert_mlp(torch.randn(2, 4), None, plan, w[0], None, w[1], activation="gelu", backend="reference").sum().backward()
     for parameter in w:
         assert parameter.grad[1].abs().sum() == 0 < parameter.grad[0].abs().sum()
+
+
+@pytest.mark.parametrize(
+    ("backend", "memory"), [("blocksparse", "save"), ("blocksparse", "recompute"), ("reference", "save")]
+)
+def test_second_derivatives_are_refused_and_activation_checkpointing_is_not(backend, memory):
+    def leaf(*shape):
+        return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+    x, weights, w1, v1, w2 = leaf(6, 16), leaf(6, 2), leaf(3, 16, 16), leaf(3, 16, 16), leaf(3, 16, 16)
+    plan = plan_permute(torch.rand(6, 3, device=DEVICE).argsort(1)[:, :2], 3)
+
+    def run(x):
+        return expert_mlp(x, weights, plan, w1, v1, w2, activation="silu", backend=backend, memory=memory).sin().sum()
+
+    with pytest.raises(ValueError, match=r"create_graph \(True\): MoE layers have no second derivatives"):
+        torch.autograd.grad(run(x), x, create_graph=True)
+    leaves = (x, weights, w1, v1, w2)
+    expected = torch.autograd.grad(run(x), leaves)
+    for reentrant in (True, False):
+        checkpoint(run, x, use_reentrant=reentrant).backward()
+        for one, gradient in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(one.grad, gradient)
+            one.grad = None
 
 
 def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters():
