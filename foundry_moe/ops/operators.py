@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, get_type_hints
 
@@ -27,6 +28,13 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def is_traced(first: Any) -> bool:
     """Whether `torch.compile` traces a call with this first argument, or it is a fake tensor or another subclass."""
     return torch.compiler.is_compiling() or type(first) not in _PLAIN
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current device, on which Triton launches; in backward passes autograd does."""
+    if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def refuse_second_derivatives(_: Tensor) -> None:

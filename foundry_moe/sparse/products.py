@@ -15,6 +15,7 @@ from foundry_moe_kernels.block_products import BlockIndex
 from torch import Tensor
 
 from foundry_moe.ops.backends import blocksparse_available, tf32_allowed
+from foundry_moe.ops.operators import on_device
 from foundry_moe.ops.permute import cast
 from foundry_moe.sparse.matrix import Matrix
 
@@ -116,7 +117,8 @@ def sdd(a_RK: Tensor, b_KC: Tensor, topology: Matrix) -> Matrix:
     if topology.values.device != a_RK.device:
         raise ValueError(f"sdd on {a_RK.device} with a topology on {topology.values.device}: they must agree")
     pair = (b_KC.mT, a_RK.mT) if topology.transposed else (a_RK, b_KC)
-    return topology.with_values(_SDD.apply(*pair, topology.index))
+    with on_device(a_RK):
+        return topology.with_values(_SDD.apply(*pair, topology.index))
 
 
 def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
@@ -126,7 +128,8 @@ def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
         ValueError: kinds, sizes, dtypes or devices do not agree.
     """
     _check("dsd", s_RC, b_CN)
-    return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
+    with on_device(b_CN):
+        return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
 
 
 def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
@@ -136,4 +139,5 @@ def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
         ValueError: kinds, sizes, dtypes or devices do not agree.
     """
     _check("dds", a_NR, s_RC)
-    return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT
+    with on_device(a_NR):
+        return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT

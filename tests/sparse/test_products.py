@@ -4,17 +4,21 @@ Shapes: S [R, C], M x N blocks of B, K inner width (no tile divides it).
 """
 
 import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from foundry_moe_kernels import block_products
 
-from foundry_moe.sparse import Matrix, dds, dsd, sdd
+from foundry_moe.ops.operators import on_device
+from foundry_moe.sparse import Matrix, dds, dsd, products, sdd
 from tests.helpers.demo import ROOT
 from tests.helpers.pages import blocks
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+GPU_1 = torch.device("cuda", 1)
 K = 37
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 # sums of at most 768 products in fp32; fp16 and bf16 round the result once
@@ -263,6 +267,41 @@ def test_autocast_changes_neither_kernels_nor_plain_torch(monkeypatch):
     assert error(y.detach(), dense @ b.detach().double()) < TOLERANCE[torch.float32]
     assert error(db, dense.mT @ torch.ones_like(y, dtype=torch.float64)) < TOLERANCE[torch.float32]
     assert values.values.dtype is torch.float32
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("current, entered", [(0, [1]), (1, [])])
+def test_products_run_with_their_gpu_as_the_current_device(current, entered, monkeypatch):
+    """Triton launches on the current device."""
+    seen = []
+
+    @contextmanager
+    def enter(device):
+        seen.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(products, "on_device", lambda _: on_device(SimpleNamespace(is_cuda=True, device=GPU_1)))
+    s, _ = matrix(masks()["random"], 16)
+    x, y = new(s.shape[1], K), new(s.shape[0], K)
+    for run in (lambda: dsd(s, x), lambda: dds(x.mT, s.mT), lambda: sdd(y, x.mT, s)):
+        seen.clear()
+        run()
+        assert seen == entered
+
+
+@pytest.mark.gpu
+def test_products_of_tensors_on_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    s, dense = matrix(masks()["random"], 16)
+    s, b = Matrix.from_dense(dense.float().to(GPU_1), block=16), new(s.shape[1], K).to(GPU_1).requires_grad_()
+    assert torch.cuda.current_device() == 0
+    y = dsd(s, b)
+    y.sum().backward()
+    assert error(y.detach().to(DEVICE), dense @ b.detach().to(DEVICE).double()) < TOLERANCE[torch.float32]
+    assert error(b.grad.to(DEVICE), dense.mT @ torch.ones_like(y, device=DEVICE).double()) < TOLERANCE[torch.float32]
 
 
 def csr(s: Matrix, **tables: torch.Tensor) -> Matrix:
