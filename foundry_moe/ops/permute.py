@@ -15,7 +15,7 @@ from foundry_moe_kernels import permute as kernels
 from foundry_moe_kernels import permute_plan as plan_kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import on_gpu, refuse_second_derivatives, twins
+from foundry_moe.ops.operators import is_traced, on_gpu, refuse_second_derivatives, twins
 
 _on_kernels = on_gpu(torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -56,7 +56,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
         rows: choices in all, or more, if known on the host; None = T * K.
 
     Raises:
-        ValueError: `experts_TK` is not an integer tensor of one or two dimensions.
+        ValueError: `experts_TK` is not an integer tensor of one or two dimensions, or on a CPU has an index too high.
     """
     if experts_TK.dim() == 1:
         experts_TK = experts_TK[:, None]
@@ -94,6 +94,8 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """experts_TK, tokens_per_expert_E, offsets_E, source_R, row_TK, all int32."""
     expert_A = experts_TK.reshape(-1).int()
+    if expert_A.is_cpu and not is_traced(expert_A) and (expert_A >= num_experts).any():
+        raise ValueError(f"experts_TK has expert {int(expert_A.max())}, and num_experts is {num_experts}")
     present_A = expert_A >= 0
     key_A = torch.where(present_A, expert_A, num_experts)
     sorted_A, source_A = torch.sort(key_A, stable=True)

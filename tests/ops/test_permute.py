@@ -101,3 +101,8 @@ def test_combine_accumulates_bf16_in_fp32():
 def test_experts_of_another_kind_are_refused(bad):
     with pytest.raises(ValueError, match="must be integers of shape"):
         plan_permute(bad, 4)
+
+
+def test_an_expert_that_does_not_exist_is_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="experts_TK has expert 4, and num_experts is 4"):
+        plan_permute(torch.tensor([[0, 4], [3, -1]]), 4)
