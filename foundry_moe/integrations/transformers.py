@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from foundry_moe.ops import POINTWISE, packed_mlp, permute, plan_permute, unpermute
 from foundry_moe.ops.backends import blocksparse_available
 from foundry_moe.ops.expert_linear import expert_linear
+from foundry_moe.ops.operators import on_device
 from foundry_moe.ops.permute import PermutePlan
 
 NAME = "foundry_moe"
@@ -185,17 +186,10 @@ def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Te
     experts_TK = torch.where((index_TK >= 0) & (index_TK < experts.num_experts), index_TK, -1)
     compute = functools.partial(_fused if way == "fused" else _split, experts)
     placed = getattr(experts, "placed", None)
-    with _on_device(x_TD), torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
+    with on_device(x_TD), torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
         if placed is not None:
             return placed.dispatch(compute, x_TD.to(dtype), experts_TK, weights_TK).to(x_TD.dtype)
         return compute(x_TD.to(dtype), weights_TK, plan_permute(experts_TK, experts.num_experts)).to(x_TD.dtype)
-
-
-def _on_device(x_TD: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which under `device_map` is not always the tokens'."""
-    if torch.compiler.is_compiling() or not x_TD.is_cuda or x_TD.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x_TD.device)
 
 
 def _own(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, reason: str) -> Tensor:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.ops.operators import define
-from foundry_moe.schema import UserError
+from foundry_moe.ops.operators import define, refuse_second_derivatives
 
 
 class LoadStatistics:
@@ -83,18 +82,6 @@ _note_load = define("note_load", _add_load, lambda *_: None, mutates=("sum_E", "
 _read_scale = define("read_scale", _scale_now, lambda scale, _, like: torch.empty_like(scale, dtype=like.dtype))
 
 
-def refuse_second_derivatives(_: Tensor) -> None:
-    """A hook on a layer's output. Its gradients are kernels without gradients of their own: they would be left out.
-
-    Raises:
-        ValueError: the backward pass builds a graph.
-    """
-    if torch.is_grad_enabled():
-        raise UserError(
-            "create_graph (True): MoE layers have no second derivatives: call backward or autograd.grad without it"
-        )
-
-
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -113,8 +100,7 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling():
-            refuse_second_derivatives(grads[0])
+        refuse_second_derivatives(grads[0])
         losses_L, counts_E, loss = ctx.saved_tensors
         scale = _read_scale(ctx.scale, grads[0], loss)
         _note_load(*ctx.sums, counts_E, losses_L, scale)

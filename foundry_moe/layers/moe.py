@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.aux_loss import LoadStatistics, attach, refuse_second_derivatives
+from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.experts import Experts, MixedExperts, SharedExpert
@@ -24,6 +24,7 @@ from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losse
 from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.capacity import drop_beyond_capacity
+from foundry_moe.ops.operators import refuse_second_derivatives
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.schema import UserError
 

@@ -63,7 +63,9 @@ def choose_backend(
 
 def tf32_allowed() -> bool:
     """Whether fp32 products may round their operands, as torch's own would."""
-    return torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # from torch 2.9, where allow_tf32 raises once this was set
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:

@@ -69,13 +69,14 @@ def expert_mlp(
         ValueError: shapes that do not fit, an unknown activation, a backend that cannot run here.
     """
     weights = (w1, v1, w2)
-    _check(x_TD, plan, weights, activation, backend, widths, adapters)
+    _check(x_TD, weights_TK, plan, weights, activation, backend, widths, adapters)
     columns = x_TD.shape[1]
     if biases is not None:
+        _check_biases(weights, biases)
         x_TD, weights = _with_ones(x_TD), _with_biases(weights, biases)
         adapters = None if adapters is None else adapters.padded(ALIGN)
     device_type = x_TD.device.type
-    autocast = torch.is_autocast_enabled(device_type)
+    autocast = torch.is_autocast_enabled(device_type) and x_TD.dtype is not torch.float64
     if autocast:
         x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
     dtype = x_TD.dtype
@@ -147,11 +148,14 @@ def packed_mlp(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or an unknown activation or `gate_up`.
     """
-    _check(x_TD, plan, (w1, None, w2), activation.split()[0], "blocksparse", gate_up=gate_up)
+    _check(x_TD, weights_TK, plan, (w1, None, w2), activation.split()[0], "blocksparse", gate_up=gate_up)
     if gate_up not in (None, "concatenated", "interleaved"):
         raise ValueError(f"gate_up ({gate_up!r}) must be concatenated, interleaved or None")
     choose_backend("blocksparse", x_TD.device, x_TD.dtype)
     bias_EF, bias_ED = biases or (None, None)
+    if bias_ED is not None:
+        _check_biases((w1, None, w2), (bias_EF, None, bias_ED))
+        check_kinds(x_TD, w1, None, w2, bias_ED)
     shared = plan_experts(
         x_TD, plan, (w1, None, w2), widths=None, activation=activation, memory=memory, gate_up=gate_up, bias_EF=bias_EF
     )
@@ -165,6 +169,7 @@ def packed_mlp(
 
 def _check(
     x_TD: Tensor,
+    weights_TK: Tensor | None,
     plan: PermutePlan,
     weights: tuple[Tensor, Tensor | None, Tensor],
     activation: str,
@@ -174,13 +179,18 @@ def _check(
     gate_up: str | None = None,
 ) -> None:
     w1, v1, w2 = weights
+    planned = plan.row_TK.shape
+    if x_TD.dim() != 2 or x_TD.shape[0] != planned[0]:
+        raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [{planned[0]}, D]: the plan is for {planned[0]} tokens")
+    if weights_TK is not None and weights_TK.shape != planned:
+        raise ValueError(f"weights_TK {tuple(weights_TK.shape)} must be {tuple(planned)}, as the plan's choices are")
     experts = w1.shape[0] if widths is None else len(widths)
     if widths is not None:
         if adapters is not None:
             raise ValueError(f"adapters are for experts of one width, not of {list(widths)}")
-        if w1.shape != (sum(widths), x_TD.shape[-1]):
+        if w1.shape != (sum(widths), x_TD.shape[1]):
             raise ValueError(
-                f"w1 {tuple(w1.shape)} must be {(sum(widths), x_TD.shape[-1])} to fit x_TD {tuple(x_TD.shape)} and "
+                f"w1 {tuple(w1.shape)} must be {(sum(widths), x_TD.shape[1])} to fit x_TD {tuple(x_TD.shape)} and "
                 f"experts of widths {list(widths)}"
             )
         if backend == "grouped":
@@ -188,7 +198,7 @@ def _check(
         second = tuple(w1.shape)
     else:
         second = (experts, w1.shape[2], w1.shape[1] // (2 if gate_up else 1))
-        if x_TD.dim() != 2 or x_TD.shape[1] != w1.shape[2]:
+        if x_TD.shape[1] != w1.shape[2]:
             raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {w1.shape[2]}] to fit w1 {tuple(w1.shape)}")
     if w2.shape != second:
         raise ValueError(f"w2 {tuple(w2.shape)} must be {second} to fit w1 {tuple(w1.shape)}")
@@ -198,6 +208,16 @@ def _check(
         raise ValueError(f"the plan is for {plan.num_experts} experts, the weights for {experts}")
     if activation not in POINTWISE:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
+
+
+def _check_biases(
+    weights: tuple[Tensor, Tensor | None, Tensor], biases: tuple[Tensor | None, Tensor | None, Tensor]
+) -> None:
+    for name, weight, bias in zip(("w1", "v1", "w2"), weights, biases, strict=True):
+        needed = None if weight is None else weight.shape[:2]
+        found = None if bias is None else bias.shape
+        if found != needed:
+            raise ValueError(f"the bias of {name} must be {needed and list(needed)}, not {found and list(found)}")
 
 
 def _padded(

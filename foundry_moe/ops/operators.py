@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+
+from foundry_moe.schema import UserError
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 NAMESPACE = __name__.partition(".")[0]  # foundry_moe; a copy beside it (scripts/hub_kernel.py) has another name
@@ -25,6 +28,26 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def is_traced(first: Any) -> bool:
     """Whether `torch.compile` traces a call with this first argument, or it is a fake tensor or another subclass."""
     return torch.compiler.is_compiling() or type(first) not in _PLAIN
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current device, on which Triton launches; in backward passes autograd does."""
+    if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def refuse_second_derivatives(_: Tensor) -> None:
+    """A hook on a tensor, or the first step of a backward pass that runs kernels. These have no gradients of their own,
+    which would be left out.
+
+    Raises:
+        ValueError: the backward pass builds a graph.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UserError(
+            "create_graph (True): MoE layers have no second derivatives: call backward or autograd.grad without it"
+        )
 
 
 class _Schema:
@@ -148,13 +171,21 @@ def differentiable(
 
     torch.library.register_autograd(compiled, gradients, setup_context=save_flat, lib=_LIBRARY)
 
+    eager_gradients = gradients if of_fields else backward
+
+    def first_gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # a call less in most steps
+            refuse_second_derivatives(grads[0])
+        result: tuple[Any, ...] = eager_gradients(ctx, *grads)
+        return result
+
     class Eager(torch.autograd.Function):
         pass
 
     for name, static in {
         "forward": of_flat if of_fields else function,
         "setup_context": save_flat if of_fields else save,
-        "backward": gradients if of_fields else backward,
+        "backward": first_gradients,
     }.items():
         setattr(Eager, name, staticmethod(static))
     # Of the base class: Function's own looks through all arguments for wrappers of functorch, which is not supported

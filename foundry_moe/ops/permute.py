@@ -15,9 +15,9 @@ from foundry_moe_kernels import permute as kernels
 from foundry_moe_kernels import permute_plan as plan_kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import on_gpu, twins
+from foundry_moe.ops.operators import is_traced, on_gpu, refuse_second_derivatives, twins
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_on_kernels = on_gpu(torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
         rows: choices in all, or more, if known on the host; None = T * K.
 
     Raises:
-        ValueError: `experts_TK` is not an integer tensor of one or two dimensions.
+        ValueError: `experts_TK` is not an integer tensor of one or two dimensions, or on a CPU has an index too high.
     """
     if experts_TK.dim() == 1:
         experts_TK = experts_TK[:, None]
@@ -75,14 +75,18 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
 
 
 def permute(x_TD: Tensor, plan: PermutePlan) -> Tensor:
-    """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
+    """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end.
+
+    Differentiable in `x_TD`, on a GPU once.
+    """
     return _Permute.apply(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
 def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Tensor:
     """Sums each token's rows, weighted: y_TD [T, D] in `y_RD`'s dtype, accumulated in fp32 or better.
 
-    A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
+    A token without choices gets zeros. None weighs all rows by one. Differentiable in `y_RD` and `weights_TK`, on a GPU
+    once.
     """
     return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
 
@@ -90,6 +94,8 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """experts_TK, tokens_per_expert_E, offsets_E, source_R, row_TK, all int32."""
     expert_A = experts_TK.reshape(-1).int()
+    if expert_A.is_cpu and not is_traced(expert_A) and (expert_A >= num_experts).any():
+        raise ValueError(f"experts_TK has expert {int(expert_A.max())}, and num_experts is {num_experts}")
     present_A = expert_A >= 0
     key_A = torch.where(present_A, expert_A, num_experts)
     sorted_A, source_A = torch.sort(key_A, stable=True)
@@ -114,7 +120,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`Tensor.to` that gives the tensor itself where there is nothing to do, without a node of its own.
 
     torch.compile (2.11) gives a wrong gradient to an autograd function that returns an alias of what it computed: the
@@ -136,14 +142,14 @@ def sum_choices(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tens
     tokens, choices = row_TK.shape
     y_TD = y_RD.new_zeros(tokens, y_RD.shape[1], dtype=_accumulator(y_RD.dtype))
     if y_RD.shape[0] == 0:
-        return _cast(y_TD, y_RD.dtype)
+        return cast(y_TD, y_RD.dtype)
     for k in range(choices):
         row_T = row_TK[:, k]
         y_k_TD = y_RD.index_select(0, row_T.clamp(min=0)).to(y_TD.dtype)
         if weights_TK is not None:
             y_k_TD = y_k_TD * weights_TK[:, k, None].to(y_TD.dtype)
         y_TD = y_TD + y_k_TD.masked_fill((row_T < 0)[:, None], 0)
-    return _cast(y_TD, y_RD.dtype)
+    return cast(y_TD, y_RD.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -156,6 +162,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if _on_kernels(grads[0]):
+            refuse_second_derivatives(grads[0])
         return _sum(grads[0], None, *ctx.saved_tensors), None, None, None
 
 
@@ -168,6 +176,8 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if _on_kernels(grads[0]):
+            refuse_second_derivatives(grads[0])
         y_RD, weights_TK, *plan = ctx.saved_tensors
         if weights_TK is None:
             return _gather(grads[0], *plan), None, None, None, None
@@ -208,19 +218,19 @@ _gather = twins(
     triton=_gather_triton,
     plain=lambda x_TD, source_R, row_TK, _: gather_tokens(x_TD, source_R, row_TK.shape[1]),
     fake=lambda x_TD, source_R, *_: x_TD.new_empty(source_R.shape[0], x_TD.shape[1]),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )
 _sum = twins(
     "unpermute",
     triton=_sum_triton,
     plain=lambda y_RD, weights_TK, _, row_TK, __: sum_choices(y_RD, weights_TK, row_TK),
     fake=lambda y_RD, weights_TK, _, row_TK, __: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )
 _gradients = twins(
     "unpermute_backward",
     triton=_gradients_triton,
     plain=_gradients_plain,
     fake=lambda dy_TD, y_RD, weights_TK, *_: (y_RD.new_empty(y_RD.shape), weights_TK.new_empty(weights_TK.shape)),
-    takes=on_gpu(*_FLOATS),
+    takes=_on_kernels,
 )

@@ -31,7 +31,7 @@ def _check_block(block: int, *sizes: int) -> None:
     if block not in BLOCKS or not isinstance(block, int):
         raise ValueError(f"block ({block}) must be one of {', '.join(map(str, BLOCKS))}")
     for size in sizes:
-        if size % block or size == 0:
+        if size % block or size < 1:
             raise ValueError(f"block ({block}) must divide the matrix's size ({' x '.join(map(str, sizes))}): pad it")
 
 

@@ -15,14 +15,21 @@ from foundry_moe_kernels.block_products import BlockIndex
 from torch import Tensor
 
 from foundry_moe.ops.backends import blocksparse_available, tf32_allowed
+from foundry_moe.ops.operators import on_device
+from foundry_moe.ops.permute import cast
 from foundry_moe.sparse.matrix import Matrix
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # which kernels ignore too
+        return torch.bmm(a, b)
 
 
 def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
     if blocksparse_available(a_RK.device, a_RK.dtype):
         return kernels.sdd(a_RK, b_KC, index, tf32=tf32_allowed())
     block = index.block
-    return torch.bmm(
+    return _bmm(
         a_RK.unflatten(0, (-1, block))[index.rows_Z.long()],
         b_KC.unflatten(1, (-1, block)).transpose(0, 1)[index.columns_Z.long()],
     )
@@ -37,9 +44,9 @@ def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tens
         own, other, rows, values = other, own, index.shape[1], values.mT
     block, dtype = index.block, values.dtype
     sums = torch.float32 if dtype.itemsize == 2 else dtype
-    parts = torch.bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
+    parts = _bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
     out = parts.new_zeros(rows // block, block, b.shape[1]).index_add_(0, own.long(), parts)
-    return out.view(rows, -1).to(dtype)
+    return cast(out.view(rows, -1), dtype)
 
 
 class _SDD(torch.autograd.Function):
@@ -110,7 +117,8 @@ def sdd(a_RK: Tensor, b_KC: Tensor, topology: Matrix) -> Matrix:
     if topology.values.device != a_RK.device:
         raise ValueError(f"sdd on {a_RK.device} with a topology on {topology.values.device}: they must agree")
     pair = (b_KC.mT, a_RK.mT) if topology.transposed else (a_RK, b_KC)
-    return topology.with_values(_SDD.apply(*pair, topology.index))
+    with on_device(a_RK):
+        return topology.with_values(_SDD.apply(*pair, topology.index))
 
 
 def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
@@ -120,7 +128,8 @@ def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
         ValueError: kinds, sizes, dtypes or devices do not agree.
     """
     _check("dsd", s_RC, b_CN)
-    return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
+    with on_device(b_CN):
+        return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
 
 
 def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
@@ -130,4 +139,5 @@ def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
         ValueError: kinds, sizes, dtypes or devices do not agree.
     """
     _check("dds", a_NR, s_RC)
-    return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT
+    with on_device(a_NR):
+        return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops.backends import _other_chip, choose_backend, describe_backend, why_portable
+from foundry_moe.ops.backends import _other_chip, choose_backend, describe_backend, tf32_allowed, why_portable
 
 pytestmark = pytest.mark.quick
 
@@ -93,3 +93,36 @@ def test_what_a_user_asked_for_is_said_as_that():
 def test_a_backend_that_the_chip_does_not_have_is_refused():
     with pytest.raises(ValueError, match="backend grouped needs bf16 on a CUDA device of capability"):
         describe((8, 0), backend="grouped")
+
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="torch 2.9 up has two switches")
+@pytest.mark.parametrize(
+    "settings, allowed",
+    [
+        ({}, False),
+        ({"allow_tf32": True}, True),
+        ({"fp32_precision": "tf32"}, True),
+        ({"everywhere": "tf32"}, True),
+        ({"everywhere": "tf32", "fp32_precision": "ieee"}, False),
+        ({"everywhere": "tf32", "fp32_precision": "none"}, True),
+        ({"everywhere": "ieee", "fp32_precision": "tf32"}, True),
+        ({"allow_tf32": True, "fp32_precision": "ieee"}, False),
+        ({"fp32_precision": "tf32", "allow_tf32": False}, False),
+    ],
+    ids=str,
+)
+def test_either_of_torchs_switches_allows_tf32(settings, allowed):
+    """The later setting of products wins over the earlier one, and both win over that of everything."""
+    try:
+        for name, value in settings.items():
+            if name == "everywhere":
+                torch.backends.fp32_precision = value
+            else:
+                setattr(MATMUL, name, value)
+        assert tf32_allowed() is allowed
+    finally:
+        MATMUL.allow_tf32 = False  # which makes its state consistent again
+        MATMUL.fp32_precision = torch.backends.fp32_precision = "none"

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import POINTWISE, expert_mlp, plan_permute
 from foundry_moe.ops.mlp import Biases
 
 pytestmark = pytest.mark.quick
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def naive(x_TD, weights_TK, experts_TK, w1, v1, w2, act):
@@ -94,6 +96,30 @@ def test_expert_with_no_tokens_gets_zero_gradient():
         assert parameter.grad[1].abs().sum() == 0 < parameter.grad[0].abs().sum()
 
 
+@pytest.mark.parametrize(
+    ("backend", "memory"), [("blocksparse", "save"), ("blocksparse", "recompute"), ("reference", "save")]
+)
+def test_second_derivatives_are_refused_and_activation_checkpointing_is_not(backend, memory):
+    def leaf(*shape):
+        return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+    x, weights, w1, v1, w2 = leaf(6, 16), leaf(6, 2), leaf(3, 16, 16), leaf(3, 16, 16), leaf(3, 16, 16)
+    plan = plan_permute(torch.rand(6, 3, device=DEVICE).argsort(1)[:, :2], 3)
+
+    def run(x):
+        return expert_mlp(x, weights, plan, w1, v1, w2, activation="silu", backend=backend, memory=memory).sin().sum()
+
+    with pytest.raises(ValueError, match=r"create_graph \(True\): MoE layers have no second derivatives"):
+        torch.autograd.grad(run(x), x, create_graph=True)
+    leaves = (x, weights, w1, v1, w2)
+    expected = torch.autograd.grad(run(x), leaves)
+    for reentrant in (True, False):
+        checkpoint(run, x, use_reentrant=reentrant).backward()
+        for one, gradient in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(one.grad, gradient)
+            one.grad = None
+
+
 def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters():
     x, w1, w2 = torch.randn(4, 8), torch.randn(2, 8, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,30 +129,54 @@ def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters()
     assert w1.grad.dtype is torch.float32
 
 
+def test_autocast_leaves_fp64_as_it_is_like_a_linear_layer():
+    x, w1, w2 = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (2, 8, 8), (2, 8, 8)))
+    arguments = (x, None, plan_permute(torch.tensor([0, 1, 1, 0]), 2), w1, None, w2)
+    expected = expert_mlp(*arguments, activation="relu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(x, w1[0]).dtype is torch.float64
+        y = expert_mlp(*arguments, activation="relu")
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"x": torch.randn(3, 5)}, r"x_TD \(3, 5\) must be \[tokens, 4\]"),
+        ({"x": torch.randn(2, 4)}, r"x_TD \(2, 4\) must be \[3, D\]: the plan is for 3 tokens"),
+        ({"x": torch.randn(4, 4)}, r"x_TD \(4, 4\) must be \[3, D\]"),
+        ({"x": torch.randn(1, 3, 4)}, r"x_TD \(1, 3, 4\) must be \[3, D\]"),
+        ({"weights": torch.rand(2, 1)}, r"weights_TK \(2, 1\) must be \(3, 1\)"),
+        ({"weights": torch.rand(3, 2)}, r"weights_TK \(3, 2\) must be \(3, 1\)"),
+        ({"weights": torch.rand(3)}, r"weights_TK \(3,\) must be \(3, 1\)"),
         ({"w2": torch.randn(2, 4, 4)}, r"w2 \(2, 4, 4\) must be \(2, 4, 6\)"),
         ({"v1": torch.randn(2, 6, 5)}, "must have the shape of w1"),
         ({"experts": 3}, "the plan is for 3 experts, the weights for 2"),
         ({"experts": 1}, "the plan is for 1 experts, the weights for 2"),
         ({"activation": "swish"}, "activation 'swish' is not one of"),
         ({"backend": "grouped"}, "backend grouped needs bf16 on a CUDA device"),
+        ({"biases": ((2, 6), (2, 6), (2, 4))}, r"the bias of v1 must be None, not \[2, 6\]"),
+        ({"biases": ((2, 6), None, (2, 4)), "v1": torch.randn(2, 6, 4)}, r"of v1 must be \[2, 6\], not None"),
+        ({"biases": ((2, 1), None, (2, 4))}, r"the bias of w1 must be \[2, 6\], not \[2, 1\]"),
+        ({"biases": ((2, 6), None, (2, 1))}, r"the bias of w2 must be \[2, 4\], not \[2, 1\]"),
     ],
 )
 def test_wrong_use_is_named(change, sentence):
-    plan = plan_permute(torch.tensor([0, 1, 1]), change.get("experts", 2))
+    experts = change.get("experts", 2)
+    plan = plan_permute(torch.tensor([0, 1, 1]).clamp(max=experts - 1), experts)
+    shapes = change.get("biases")
+    biases = None if shapes is None else Biases(*(None if shape is None else torch.randn(shape) for shape in shapes))
     with pytest.raises(ValueError, match=sentence):
         expert_mlp(
             change.get("x", torch.randn(3, 4)),
-            None,
+            change.get("weights"),
             plan,
             torch.randn(2, 6, 4),
             change.get("v1"),
             change.get("w2", torch.randn(2, 4, 6)),
             activation=change.get("activation", "relu"),
             backend=change.get("backend", "reference"),
+            biases=biases,
         )
 
 

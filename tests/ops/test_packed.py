@@ -203,3 +203,15 @@ def test_wrong_use_names_what_does_not_fit():
         packed(leaf, None, "silu")
     with pytest.raises(ValueError, match="activation 'selu' is not one of"):
         packed(leaf, "concatenated", "selu")
+    for change, words in {
+        "b1": r"the bias of w1 must be \[5, \d+\], not \[5, 1\]",
+        "b2": r"the bias of w2 must be \[5, \d+\], not \[5, 1\]",
+    }.items():
+        leaf = operands("concatenated", False, True, torch.float32)
+        with pytest.raises(ValueError, match=words):
+            packed({**leaf, change: leaf[change][:, :1]}, "concatenated", "silu")
+    with pytest.raises(ValueError, match=r"the bias is torch\.float64 on"):
+        packed({**leaf, "b2": leaf["b2"].double()}, "concatenated", "silu")
+    for change, words in {"x": r"x_TD .* must be \[\d+, D\]", "weights": "as the plan's choices are"}.items():
+        with pytest.raises(ValueError, match=words):
+            packed({**leaf, change: leaf[change][1:]}, "concatenated", "silu")

@@ -58,6 +58,27 @@ def test_permute_and_combine_equal_a_loop_in_values_and_gradients(experts_TK):
         torch.testing.assert_close(mine, truth)
 
 
+def test_second_derivatives_are_those_of_plain_torch_and_refused_on_kernels(monkeypatch):
+    plan = plan_permute(LOADS["ragged choices"], 4)
+    x_TD, weights_TK = torch.randn(4, 8, requires_grad=True), torch.rand(4, 2, requires_grad=True)
+    outputs = {
+        "permute": lambda: permute(x_TD, plan).sin(),
+        "unpermute": lambda: unpermute(permute(x_TD.detach(), plan) * x_TD.sum(), weights_TK, plan).sin(),
+    }
+    for output in outputs.values():
+        (first,) = torch.autograd.grad(output().sum(), x_TD, create_graph=True)
+        assert torch.autograd.grad(first.sum(), x_TD)[0].any()
+    if torch.cuda.is_available():
+        plan = plan_permute(LOADS["ragged choices"].cuda(), 4)
+        x_TD, weights_TK = (tensor.detach().cuda().requires_grad_() for tensor in (x_TD, weights_TK))
+    else:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for output in outputs.values():
+        with pytest.raises(ValueError, match=r"create_graph \(True\): MoE layers have no second derivatives"):
+            torch.autograd.grad(output().sum(), x_TD, create_graph=True)
+        torch.autograd.grad(output().sum(), x_TD)
+
+
 def test_rows_past_the_end_are_zero_and_never_read():
     plan = plan_permute(torch.tensor([[0, -1], [1, -1]]), 2)
     x_TD = torch.ones(2, 3, requires_grad=True)
@@ -80,3 +101,8 @@ def test_combine_accumulates_bf16_in_fp32():
 def test_experts_of_another_kind_are_refused(bad):
     with pytest.raises(ValueError, match="must be integers of shape"):
         plan_permute(bad, 4)
+
+
+def test_an_expert_that_does_not_exist_is_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="experts_TK has expert 4, and num_experts is 4"):
+        plan_permute(torch.tensor([[0, 4], [3, -1]]), 4)

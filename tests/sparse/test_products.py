@@ -4,17 +4,21 @@ Shapes: S [R, C], M x N blocks of B, K inner width (no tile divides it).
 """
 
 import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from foundry_moe_kernels import block_products
 
-from foundry_moe.sparse import Matrix, dds, dsd, sdd
+from foundry_moe.ops.operators import on_device
+from foundry_moe.sparse import Matrix, dds, dsd, products, sdd
 from tests.helpers.demo import ROOT
 from tests.helpers.pages import blocks
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+GPU_1 = torch.device("cuda", 1)
 K = 37
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 # sums of at most 768 products in fp32; fp16 and bf16 round the result once
@@ -228,6 +232,78 @@ def test_second_derivatives_are_those_of_the_dense_product():
     assert error(found, second.double()) < 1e-5
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("product", ["sdd", "dsd", "dds"])
+def test_compiled_gradients_in_plain_torch_are_those_of_eager(product):
+    if CUDA:
+        pytest.skip("on a GPU fp64 is refused")
+    s, _ = matrix(masks()["random"], 16, torch.float64)
+    a, b = (new(*shape, dtype=torch.float64) for shape in ((5, s.shape[0]), (s.shape[1], 5)))
+
+    def compute(values, a, b):
+        sparse = s.with_values(values)
+        if product == "sdd":
+            return sdd(a.mT, b.mT, sparse).values
+        return dsd(sparse, b) if product == "dsd" else dds(a, sparse)
+
+    leaves = [leaf.requires_grad_() for leaf in (s.values, a, b)]
+    found = [
+        torch.autograd.grad(run(*leaves).sin().sum(), leaves, materialize_grads=True, allow_unused=True)
+        for run in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True))
+    ]
+    for eager, compiled in zip(*found, strict=True):
+        assert error(compiled, eager) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.quick
+def test_autocast_changes_neither_kernels_nor_plain_torch(monkeypatch):
+    monkeypatch.setattr("foundry_moe.sparse.products.blocksparse_available", lambda *_: CUDA)
+    s, dense = matrix(masks()["random"], 16)
+    b = new(s.shape[1], K).requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = dsd(s, b)
+        (db,) = torch.autograd.grad(y, b, torch.ones_like(y))
+        values = sdd(y, b.mT, s)
+    assert error(y.detach(), dense @ b.detach().double()) < TOLERANCE[torch.float32]
+    assert error(db, dense.mT @ torch.ones_like(y, dtype=torch.float64)) < TOLERANCE[torch.float32]
+    assert values.values.dtype is torch.float32
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("current, entered", [(0, [1]), (1, [])])
+def test_products_run_with_their_gpu_as_the_current_device(current, entered, monkeypatch):
+    """Triton launches on the current device."""
+    seen = []
+
+    @contextmanager
+    def enter(device):
+        seen.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(products, "on_device", lambda _: on_device(SimpleNamespace(is_cuda=True, device=GPU_1)))
+    s, _ = matrix(masks()["random"], 16)
+    x, y = new(s.shape[1], K), new(s.shape[0], K)
+    for run in (lambda: dsd(s, x), lambda: dds(x.mT, s.mT), lambda: sdd(y, x.mT, s)):
+        seen.clear()
+        run()
+        assert seen == entered
+
+
+@pytest.mark.gpu
+def test_products_of_tensors_on_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    s, dense = matrix(masks()["random"], 16)
+    s, b = Matrix.from_dense(dense.float().to(GPU_1), block=16), new(s.shape[1], K).to(GPU_1).requires_grad_()
+    assert torch.cuda.current_device() == 0
+    y = dsd(s, b)
+    y.sum().backward()
+    assert error(y.detach().to(DEVICE), dense @ b.detach().to(DEVICE).double()) < TOLERANCE[torch.float32]
+    assert error(b.grad.to(DEVICE), dense.mT @ torch.ones_like(y, device=DEVICE).double()) < TOLERANCE[torch.float32]
+
+
 def csr(s: Matrix, **tables: torch.Tensor) -> Matrix:
     given = {"row_offsets": s.index.row_offsets_M1, "column_indices": s.index.columns_Z, **tables}
     return Matrix.from_csr(s.values, columns=s.shape[1], **given)
@@ -278,6 +354,7 @@ MISTAKES = {
         Matrix.from_mask(torch.ones(1, 2), block=16), columns_Z=torch.zeros(2, dtype=torch.int32)
     ),
     r"size \(0 x 32\)": lambda s, x: Matrix.from_mask(torch.ones(0, 2), block=16),
+    r"size \(-16 x 112\)": lambda s, x: csr(s, row_offsets=s.index.row_offsets_M1[:0]),
     "each of the": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z * 0),
     "transposed_rows_Z and": lambda s, x: checked(s, transposed_rows_Z=s.index.transposed_rows_Z.flip(0)),
     "row_offsets_M1 and": lambda s, x: checked(s, row_offsets_M1=s.index.row_offsets_M1.flip(0)),
