@@ -146,6 +146,8 @@ class ExpertLoad(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if not self._begun:  # Composer's SeqLengthWarmup has run the longest batch, which trains nothing
             self._begun = True
+            if self.file is not None:
+                self.file.start = state.timestamp.batch.value
             for layer in moe_layers(state.model):
                 layer.statistics.reset()
 

@@ -24,6 +24,9 @@ class LoadFile:
 
     A resumed run appends to the file of the run before; lines of batches that it repeats are dropped.
 
+    Attributes:
+        start: batches before the first that this run counts; None = those before its first line.
+
     Raises:
         ValueError: the path is a URI.
     """
@@ -32,12 +35,13 @@ class LoadFile:
         if "://" in path:
             raise UserError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
         self.path = Path(path).expanduser()
+        self.start: int | None = None
         self._opened = False
 
     def add(self, batch: int, names: list[int], counts_LE: Tensor, metrics: dict[str, float], *, top_k: int) -> None:
         """Appends a line. `names`: the layers' indices."""
         if not self._opened:
-            self._keep_before(batch)
+            self._keep_before(batch if self.start is None else self.start + 1)
             self._opened = True
         loads = {str(name): counts_E for name, counts_E in zip(names, counts_LE.tolist(), strict=True)}
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

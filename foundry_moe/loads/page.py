@@ -196,19 +196,21 @@ def _of_layers(relative_LE: NDArray[np.float64], layers: Sequence[int], title: s
 
 
 def _over_time(relative_EN: NDArray[np.float64], title: str, ends: Sequence[int]) -> figure:
-    experts, last = len(relative_EN), ends[-1]
+    experts = len(relative_EN)
+    begin = max(2 * ends[0] - ends[1], 0) if ends[1:] else 0  # of the first point, as if the second were as long
     plot = figure(
         width=270,
         height=190,
         title=title,
         x_axis_label="batch",
         y_axis_label="expert",
-        x_range=Range1d(start=0, end=last),
+        x_range=Range1d(start=begin, end=ends[-1]),
         y_range=Range1d(start=experts - 0.5, end=-0.5),
         toolbar_location=None,
         tools="",
         tooltips=[("batch", "$x{0}"), ("expert", "$y{0}"), ("load over mean", "@image{0.00}")],
     )
-    data = {"image": [relative_EN.astype(np.float32)]}
-    plot.image(source=data, x=0, y=-0.5, dw=last, dh=experts, color_mapper=_colours())
+    columns = [column_E[:, None].astype(np.float32) for column_E in relative_EN.T]
+    data = {"image": columns, "x": [begin, *ends[:-1]], "dw": np.diff([begin, *ends])}  # points differ in length
+    plot.image(source=data, x="x", y=-0.5, dw="dw", dh=experts, color_mapper=_colours())
     return plot

@@ -46,6 +46,13 @@ def test_a_run_writes_its_loads_and_a_resumed_one_goes_on_where_it_was(tmp_path)
     LoadFile(str(path)).add(4, [0], EVEN, {"loss": float("nan")}, top_k=1)
     assert [line["batch"] for line in lines_of(path)] == [2, 4], "a line of a batch that is repeated goes"
     assert lines_of(path)[-1]["metrics"] == {"loss": None}  # JSON has no NaN
+    # another run, whose first line has the loads of batches that the file has lines of
+    fit(mpt(), callbacks=[ExpertLoad(interval="3ba", file=str(path))], duration="3ba")
+    assert [line["batch"] for line in lines_of(path)] == [3]
+    later = LoadFile(str(path))
+    later.start = 3
+    later.add(9, [0], EVEN, {}, top_k=1)
+    assert [line["batch"] for line in lines_of(path)] == [3, 9]
 
 
 def test_a_file_in_a_bucket_is_refused():

@@ -13,6 +13,7 @@ from PIL import Image
 
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.cli import main
+from foundry_moe.loads.page import _over_time
 from tests.helpers.training import fit, mpt
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
@@ -81,6 +82,13 @@ def test_the_verdict_is_of_the_last_line(tmp_path):
 
 
 @pytest.mark.quick
+def test_a_point_of_a_heat_map_is_as_long_as_its_batches():
+    (image,) = _over_time(np.array([[0.0, 1.0, 2.0]]), "layer 0", [1010, 1020, 1120]).renderers
+    data = image.data_source.data
+    assert (data["x"], list(data["dw"])) == ([1000, 1010, 1020], [10, 10, 100])
+    assert [float(column[0, 0]) for column in data["image"]] == [0.0, 1.0, 2.0]
+
+
 def test_a_run_leaves_its_page_and_one_without_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     paths = {"file": "~/load.jsonl", "html": "~/deep/load.html"}
