@@ -42,6 +42,7 @@ RULES = {
     "models": {"init_device": "of cpu meta mixed"},
     "optimizers": {"lr": ">= 0", "weight_decay": ">= 0", "eps": ">= 0"},
     "dataloaders": {"num_workers": ">= 0"},
+    "callbacks": {"sample_tokens": ">= 1"},
     "algorithms": {"clipping_type": "of norm value adaptive", "clipping_threshold": "> 0"},
 }
 MPT_RULES = {

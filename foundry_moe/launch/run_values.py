@@ -207,8 +207,13 @@ def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
 
 def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     loads = section(run, "callbacks", "expert_load")
-    if loads.get("html") and not loads.get("file"):
-        yield f"callbacks.expert_load.html ({loads['html']}) is a page of `file`: give file too"
+    file, html = loads.get("file"), loads.get("html")
+    if html and not file:
+        yield f"callbacks.expert_load.html ({html}) is a page of `file`: give file too"
+    elif html and html == file:
+        yield f"callbacks.expert_load.html ({html}) would replace `file`: give it another name"
+    if "://" in str(file):
+        yield f"callbacks.expert_load.file ({file}) must be a local path: lines are appended to it"
 
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:

@@ -89,6 +89,14 @@ def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str,
             "eval_loader: 2 have the label q, which names their losses: give each its own",
         ),
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
+        ("callbacks.expert_load.per_layer=null", "callbacks.expert_load.per_layer must be true or false, not None"),
+        ("callbacks.expert_load.file=s3://b/x", r"callbacks.expert_load.file \(s3://b/x\) must be a local path"),
+        (
+            "callbacks.expert_load={file: a, html: a}",
+            r"callbacks.expert_load.html \(a\) would replace `file`: give it another name",
+        ),
+        ("callbacks.run_report.prompt=null", "callbacks.run_report.prompt must be text, not None"),
+        ("callbacks.run_report.sample_tokens=0", r"callbacks.run_report.sample_tokens \(0\) must be 1 or more"),
         ("callbacks.scheduled_gc={}", "batch_interval is missing"),
         (
             "callbacks.elastic_checkpoint.optimizer_settings=mine",
@@ -266,6 +274,8 @@ def test_auto_is_offered_where_the_mesh_can_be_auto() -> None:
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
+    (said,) = missing_files({"callbacks": {"run_report": {"facts": "none.json"}}})
+    assert said.startswith("callbacks.run_report.facts (none.json): there is no such file")
     (tmp_path / "data").mkdir()
     for name in ("data/tokenizer", "./tokenizer", "/nowhere"):
         assert missing_files({"tokenizer": {"name": name}})[0].startswith(f"tokenizer.name ({name}): there is no such")
