@@ -89,6 +89,14 @@ def test_parameters_equal_those_of_the_model_that_is_built(model: dict[str, Any]
     assert experts == shape.experts
 
 
+@pytest.mark.parametrize("optimizer", ["decoupled_adamw_fused", "muon", "decoupled_lionw"])
+def test_an_optimizers_state_has_the_dtype_of_master_weights(optimizer: str) -> None:
+    run = load("yamls/bench/olmoe_1b_7b.yaml", optimizer__name=optimizer)
+    narrow = load("yamls/bench/olmoe_1b_7b.yaml", optimizer__name=optimizer, model__master_weights_dtype="bf16")
+    of_fp32, of_bf16 = (planned(keys, gpus=4, per_node=4, gib=141).memory["optimizer"] for keys in (run, narrow))
+    assert of_bf16 == of_fp32 / 2 > 0
+
+
 def test_olmoe_has_the_parameters_of_its_paper() -> None:
     shape = read_shape(load("yamls/bench/olmoe_1b_7b.yaml"))
     # Muennighoff et al. 2024: 6.9 B in all, 1.3 B active

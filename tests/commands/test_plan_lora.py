@@ -49,7 +49,8 @@ def test_what_disable_grad_freezes_has_no_state_and_no_gradient(tmp_path: Path) 
     assert ours.memory["optimizer"] == 8 * adapters
     assert ours.memory["weights"] == 2 * (ours.shape.num_params - adapters) + 4 * adapters
     gate = 4 * 8 * 32  # frozen by `freeze`
-    assert plan_run(trained, machine).memory["optimizer"] == 8 * (ours.shape.dense - gate + adapters)
+    # weights are bf16, so their moments are, and adapters fp32
+    assert plan_run(trained, machine).memory["optimizer"] == 4 * (ours.shape.dense - gate) + 8 * adapters
     assert ours.time["products"] < plan_run(trained, machine).time["products"]
     everything = {**recipe, "optimizer": {**recipe["optimizer"], "disable_grad": [r"\.experts\."]}}
-    assert plan_run(everything, machine).memory["optimizer"] == 8 * (ours.shape.dense - gate)
+    assert plan_run(everything, machine).memory["optimizer"] == 4 * (ours.shape.dense - gate)

@@ -39,8 +39,8 @@ class Step:
     """The settings of a step that memory, messages and time depend on.
 
     tokens: of a microbatch on one GPU. microbatches: in a step.
-    width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
-        parameter. muon: hidden matrices have one moment, 4 bytes less.
+    width: bytes of a number in matrix products. stored: of a parameter but an adapter's. state_bytes: of the
+        optimizer, for each fp32 parameter; it has the parameter's dtype. muon: hidden matrices have one moment.
     checkpointed: activations are recomputed. resharded: weights are freed after each pass, and gradients reduced in
         each microbatch; else once per batch.
     """
@@ -222,9 +222,11 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
             whole = width * (shape.dense + shape.moe_layers * shape.experts_per_layer / mesh.expert)
             at_loss, at_end = max(at_loss, at_loss - logits + gradients), at_end - whole + gathered
             gathered = whole
+    trained_adapters = min(adapters, shape.moe_layers * shape.trained_experts_per_layer / (mesh.shard * mesh.expert))
+    trained_bytes = step.stored * trained + (4 - step.stored) * trained_adapters
     return {
         "weights": step.stored * held + (4 - step.stored) * adapters,
-        "optimizer": step.state_bytes * trained - 4 * sum(_orthogonalised(shape, mesh, step)),
+        "optimizer": step.state_bytes / 4 * trained_bytes - step.stored * sum(_orthogonalised(shape, mesh, step)),
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
         "CUDA and NCCL": CONTEXT_BYTES,
