@@ -21,13 +21,14 @@ for word in "$@"; do
 done
 # Docker restarts after every code but 0. The shell outlives the signal that tini sends to the whole group.
 # shellcheck disable=SC2016
-obey='trap : TERM INT USR1; entrypoint.sh "$@"; code=$?
+obey='trap : TERM INT USR1 HUP; entrypoint.sh "$@"; code=$?
 case $code in 2 | 3 | 4 | 5 | 75 | 130) echo "ended with exit code $code, which is final" >&2; exit 0 ;; esac; exit $code'
 # shellcheck disable=SC2016
 devices='$(test ! -d /dev/infiniband || echo --device /dev/infiniband)'
 named=
 for name in AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AWS_REGION FOUNDRY_MOE_TOKEN FOUNDRY_MOE_TOKEN_FILE \
-    FOUNDRY_MOE_FORK_SERVER MASTER_PORT NPROC MAX_RESTARTS NODE_CHECK HEARTBEAT LAST_CALL_S NODE_SILENCE_S; do
+    FOUNDRY_MOE_FORK_SERVER MASTER_PORT NPROC MAX_RESTARTS NODE_CHECK HEARTBEAT LAST_CALL_S NODE_SILENCE_S LINK_GB_S RUN_NAME \
+    TRAIN_SCRIPT; do
     named="$named --env $name"
 done
 for host in $hosts; do

@@ -110,6 +110,11 @@ def all_rows(rows: int) -> int:
     return _pretended[-1][1] if _pretended else rows
 
 
+def all_experts(experts: int) -> int:
+    """The number of experts."""
+    return _pretended[-1][1] // _pretended[-1][0] if _pretended else experts
+
+
 def all_loads() -> list[int]:
     """Rows per expert that represent every class of load: half steps of log2, as in `shape_class`."""
     loads = dict.fromkeys(round(2 ** (half / 2)) for half in range(2 * (MOST_ROWS.bit_length() - 1) + 1))

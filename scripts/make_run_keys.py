@@ -36,7 +36,6 @@ RUN_RULES = {
     "device_train_microbatch_size": "> 0 or auto",
     "device_eval_batch_size": "> 0",
     "dist_timeout": "> 0 and at most 1e9",
-    "python_log_level": "of DEBUG INFO WARNING ERROR CRITICAL debug info warning error critical",
 }
 RULES = {
     "models": {"init_device": "of cpu meta mixed"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -186,8 +187,9 @@ def read_facts(path: str) -> dict[str, float]:
 
 def _print(text: str) -> None:
     if dist.get_global_rank() == 0:
-        tqdm.write(text)  # above a progress bar, where there is one
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a terminal that is closed does not end a run
+            tqdm.write(text)  # above a progress bar, where there is one
+            sys.stdout.flush()
 
 
 def _clock(state: State) -> tuple[int, float, float]:

@@ -5,6 +5,7 @@ Importing it imports neither torch nor Composer.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -66,7 +67,8 @@ class _Console(logging.Handler):
         from tqdm import tqdm  # not in the base install
 
         text = record.getMessage() if record.levelno == logging.INFO else self.format(record)
-        tqdm.write(text, file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that is closed does not end a run
+            tqdm.write(text, file=sys.stderr)
 
 
 def set_console(run: DictConfig) -> None:

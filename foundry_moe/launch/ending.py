@@ -8,9 +8,11 @@ messages or checkpoints, and imports neither torch nor Composer.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -104,11 +106,23 @@ def print_last(sentence: str) -> None:
 
 def leave_at_once(code: int, sentence: str) -> None:
     """Ends this process without exit handlers; rank 0 prints the sentence, if there is one."""
-    sys.stdout.flush()
-    if sentence and is_first_rank():
-        print_last(sentence)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stdout.flush()
+        if sentence and is_first_rank():
+            print_last(sentence)
+        sys.stderr.flush()
     os._exit(code)
+
+
+def let_go(number: int) -> None:
+    """After SIGHUP, output to a terminal goes nowhere: the terminal is closed, and each write to it would raise."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if stat.S_ISCHR(os.fstat(output).st_mode):
+            os.dup2(nowhere, output)
+    os.close(nowhere)
 
 
 class RunComplete(SystemExit):
@@ -221,6 +235,7 @@ def _exit_at_signal(reads: int, numbers: set[int]) -> None:
     while True:
         number = os.read(reads, 1)[0]
         if number in numbers and _code is None:
+            let_go(number)
             leave_at_once(RESTART, stopped_early(number))
 
 
@@ -270,6 +285,7 @@ class StopSignals:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        let_go(number)
         if self._reason is None:
             self._reason, self._since_s = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and self.age_s > SECOND_S:

@@ -146,7 +146,7 @@ def _tokens_of_first(path: Path, shard: Mapping[str, Any], kind: str) -> int:
 def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence if the tokenizer has more tokens than the model, where both are on this machine.
 
-    With `allow_embedding_resizing`, for each key that excludes it, unless the tokenizer is known to have no more.
+    With `allow_embedding_resizing`, for each key that excludes it.
     """
     model = section(run, "model")
     source = model.get("pretrained_model_name_or_path")
@@ -160,7 +160,6 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
     resizes = bool(source and model.get("allow_embedding_resizing"))
     if not isinstance(words, dict | list) or not isinstance(size, int):
-        yield from _resizing_mistakes(run) if resizes else ()
         return
     ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
     ids += [token.get("id") for token in added or () if isinstance(token, dict)]

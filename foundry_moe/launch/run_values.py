@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -188,6 +189,9 @@ def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
     seed: Any = run.get("seed")
     if fits(seed, int) and not 0 <= seed < 2**32:
         yield f"seed ({seed}) must be 0 to {2**32 - 1}, as numpy's must"
+    level = run.get("python_log_level")
+    if isinstance(level, str) and not isinstance(logging.getLevelName(level.upper()), int):
+        yield f"python_log_level ({level}) must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
     callbacks, optimizer = section(run, "callbacks"), section(run, "optimizer").get("name")
     if "mono_checkpoint_saver" in callbacks and run.get("fsdp_config") is not None:
         yield "callbacks.mono_checkpoint_saver does not support FSDP2: use callbacks.elastic_checkpoint"

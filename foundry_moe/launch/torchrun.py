@@ -53,6 +53,7 @@ from foundry_moe.launch.ending import (
     SLACK_S,
     exit_on,
     heeded,
+    let_go,
     stop_settings,
     stopped_early,
 )
@@ -89,7 +90,10 @@ class Agent(LocalElasticAgent):
             self._watch = NodeWatch(worker_group.store, number, nodes, silent_s=silent_s())
             self._watch.start()
         _raise_signals(self.signals)  # processes must end too now
+        hang_up = signal.getsignal(signal.SIGHUP)
         started = super()._start_workers(worker_group)
+        if hang_up == signal.SIG_IGN:  # by `nohup`; torch before 2.9 handles SIGHUP whatever it is told
+            signal.signal(signal.SIGHUP, hang_up)
         processes: Any = self._pcontext
         close = processes.close
 
@@ -188,11 +192,11 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
     if hasattr(parsed, "signals_to_handle") and not any(word.startswith("--signals") for word in arguments):
         parsed.signals_to_handle = ",".join(dict.fromkeys(n.name for n in heeded((*OF_TORCHRUN, *config.signals))))
     Agent.signals, Agent.wait_s = config.signals, config.grace_s + SLACK_S
-    if parsed.standalone:
-        _stay_here(parsed)
-    Agent.nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
+        if parsed.standalone:
+            _stay_here(parsed)
+        Agent.nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
         with _forking(parsed):
             record(run.run)(parsed)
     except ChildFailedError as error:
@@ -211,6 +215,7 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
     except SignalException as error:
         if error.sigval.name not in config.signals:
             raise
+        let_go(error.sigval)
         if Agent.final == INTERRUPTED:
             print(CUT_SHORT, file=sys.stderr)
         elif Agent.last.get(0, -error.sigval) == -error.sigval:  # rank 0 did not handle it, and has printed nothing

@@ -61,6 +61,7 @@ def choose_backend(
     return backend
 
 
+@torch.compiler.assume_constant_result  # dynamo cannot trace the getter
 def tf32_allowed() -> bool:
     """Whether fp32 products may round their operands, as torch's own would."""
     matmul = torch.backends.cuda.matmul

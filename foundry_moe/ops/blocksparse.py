@@ -215,7 +215,7 @@ def _up_backward(
     dw1, dw_Y = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
     # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 against 0.2 ms)
-    for columns in [slice(None)] if x_RD is not None else column_parts(plan.rows, x_TD, dw1):
+    for columns in [slice(None)] if x_RD is not None else column_parts(plan, x_TD, dw1):
         rows = gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if on_hopper and turned:
             hopper.weight_gradient(rows[None], dz_YW[0], ragged, out=dw_Y.mT[:, :, columns])
@@ -240,11 +240,12 @@ def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
     return sums_E8F[:, 0].contiguous()  # as a compiled graph expects a new tensor
 
 
-def column_parts(rows: int, x_TD: Tensor, gradient: Tensor) -> list[slice]:
+def column_parts(plan: ExpertPlan, x_TD: Tensor, gradient: Tensor) -> list[slice]:
     """The columns of x whose rows are copied at a time."""
     width = x_TD.shape[1]
-    copy_bytes = tuning.all_rows(rows) * width * x_TD.element_size()
-    gradient_bytes = COPY_BYTES + 1 if tuning.is_pretended() else gradient.nbytes  # of a few experts then
+    copy_bytes = tuning.all_rows(plan.rows) * width * x_TD.element_size()
+    experts = len(plan.widths)
+    gradient_bytes = gradient.nbytes * tuning.all_experts(experts) // experts
     parts = 2 if min(copy_bytes, gradient_bytes) > COPY_BYTES and width % 512 == 0 else 1
     return [slice(part * width // parts, (part + 1) * width // parts) for part in range(parts)]
 

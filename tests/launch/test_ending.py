@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -237,3 +238,35 @@ def test_a_signal_ends_the_process_that_gets_it_with_the_code_of_where_it_is(cas
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert words in done.stderr and bool(words) == bool(done.stderr), done.stderr
+
+
+CLOSED = """
+import fcntl, os, signal, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from foundry_moe.launch import ending
+if sys.argv[1] == "training":
+    stop = ending.StopSignals(["SIGHUP"])
+    stop.install()
+else:
+    ending.exit_on(["SIGTERM", "SIGHUP"])
+print("ready", flush=True)
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    if sys.argv[1] == "training" and stop.reason:
+        print("to nobody", flush=True)
+        print("nor here", file=sys.stderr, flush=True)
+        os._exit(3)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("does", "code"), [("starting", 75), ("training", 3)])
+def test_a_terminal_that_closes_stops_what_writes_to_it(does: str, code: int) -> None:
+    terminal, its_end = os.openpty()
+    keys: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+    child = subprocess.Popen([sys.executable, "-c", CLOSED, does], cwd=ROOT, start_new_session=True, **keys)
+    os.close(its_end)
+    assert b"ready" in os.read(terminal, 1000)
+    os.close(terminal)
+    assert child.wait(timeout=20) == code

@@ -226,7 +226,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(model: _Model) -> None:
 def test_what_layers_left_in_the_pass_is_forgotten(model: _Model) -> None:
     restarted: list[int] = []
     replay: Any = SimpleNamespace(restart=lambda: restarted.append(1))
-    model.context.replay = lambda: replay
+    model.context.replay = SimpleNamespace(begin=lambda: replay)
     model.record = ChoiceRecord([model])  # type: ignore[list-item]
     model.step(8)
     model.step(8)
