@@ -92,7 +92,7 @@ class Agent(LocalElasticAgent):
         _raise_signals(self.signals)  # processes must end too now
         hang_up = signal.getsignal(signal.SIGHUP)
         started = super()._start_workers(worker_group)
-        if hang_up == signal.SIG_IGN:  # by `nohup`; torch before 2.9 handles SIGHUP whatever it is told
+        if hang_up == signal.SIG_IGN:  # by `nohup`; torch 2.7 handles SIGHUP all the same
             signal.signal(signal.SIGHUP, hang_up)
         processes: Any = self._pcontext
         close = processes.close
