@@ -97,7 +97,8 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
 def test_a_closed_terminal_loses_no_batch_and_nohup_outlives_it(tiny_arguments, tmp_path, nohup) -> None:
     ours, theirs = pty.openpty()
     attach = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
     )
     words = [sys.executable, "-c", attach, *(["nohup"] if nohup else []), *COMMAND, str(DEMO)]
     words += [*tiny_arguments(tmp_path), "max_duration=20ba", "eval_interval=0"]
@@ -243,6 +244,7 @@ def test_a_signal_ends_the_process_that_gets_it_with_the_code_of_where_it_is(cas
 CLOSED = """
 import fcntl, os, signal, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 from foundry_moe.launch import ending
 if sys.argv[1] == "training":
     stop = ending.StopSignals(["SIGHUP"])

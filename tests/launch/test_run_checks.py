@@ -275,8 +275,6 @@ def test_auto_is_offered_where_the_mesh_can_be_auto() -> None:
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
-    (said,) = missing_files({"callbacks": {"run_report": {"facts": "none.json"}}})
-    assert said.startswith("callbacks.run_report.facts (none.json): there is no such file")
     (tmp_path / "data").mkdir()
     for name in ("data/tokenizer", "./tokenizer", "/nowhere"):
         assert missing_files({"tokenizer": {"name": name}})[0].startswith(f"tokenizer.name ({name}): there is no such")
