@@ -65,7 +65,6 @@ PART_RULES = {
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
 PACKAGE = "foundry_moe"
-OUR_CALLBACKS = ("expert_load", "run_report")  # elastic_checkpoint looks at its keys itself
 # LLM Foundry's transform `update_batch_size_info` reads these and fills in those
 NEEDED = {"global_train_batch_size", "device_train_microbatch_size"}
 COMPUTED = {"device_train_batch_size", "device_train_grad_accum", "device_eval_batch_size", "n_gpus"}
@@ -149,6 +148,7 @@ def build() -> dict[str, Any]:
     from llmfoundry.utils.config_utils import TrainConfig
     from transformers import PretrainedConfig
 
+    from foundry_moe.launch.foundry_keys import REPORTS
     from foundry_moe.registry import DecoupledAdamWFused, Muon
 
     hints = typing.get_type_hints(TrainConfig)
@@ -166,7 +166,7 @@ def build() -> dict[str, Any]:
         entries[name] = {key: keys_of(known[key]) for key in of_others(name, known)}
     entries["callbacks"] |= {key: keys_of(v) for key, v in registry.callbacks_with_config.get_all().items()}
     # of ours, those that are their own signature; the others are checked by `MoEConfig` and its like
-    entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in OUR_CALLBACKS}
+    entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in REPORTS}
     entries["optimizers"] |= {"decoupled_adamw_fused": keys_of(DecoupledAdamWFused), "muon": keys_of(Muon)}
     del entries["optimizers"]["muon"]["keys"]["model"]
     init_keys = {key for fn in layers_registry.param_init_fns.get_all().values() for key in keys_of(fn)["keys"]}

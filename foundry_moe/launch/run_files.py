@@ -155,15 +155,16 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
         size = section(model, "config_overrides").get("vocab_size", local_json(source, "config.json").get("vocab_size"))
     tokenizer = local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
     words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
-    resizes = bool(source and model.get("allow_embedding_resizing"))
     if not isinstance(words, dict | list) or not isinstance(size, int):
         return
     ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
     ids += [token.get("id") for token in added or () if isinstance(token, dict)]
     tokens = 1 + max((number for number in ids if isinstance(number, int)), default=-1)
-    if tokens > size and resizes:
+    if tokens <= size:
+        return
+    if source is not None and model.get("allow_embedding_resizing"):
         yield from _resizing_mistakes(run)
-    elif tokens > size:
+    else:
         fix = f"set model.vocab_size to {tokens} or more"
         if source is not None:
             fix = "use the model's own tokenizer, or model.allow_embedding_resizing: true"

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foundry_moe.config import MoEConfig
+from foundry_moe.launch.foundry_keys import REPORTS
 from foundry_moe.schema import fits, section
 from foundry_moe.times import Time, parse_time
 
 _SCHEDULER = ("t_warmup", "t_max", "t_scale", "t_cooldown")
-_OURS = ("expert_load", "run_report")
 # callbacks with an interval, and its key
 _INTERVALS = {
-    **dict.fromkeys((*_OURS, "async_eval", "generate_callback", "memory_snapshot"), "interval"),
+    **dict.fromkeys((*REPORTS, "async_eval", "generate_callback", "memory_snapshot"), "interval"),
     "hf_checkpointer": "save_interval",
 }
 
@@ -40,7 +40,7 @@ def _forms(run: Mapping[str, Any]) -> Iterator[str]:
             times[f"callbacks.{name}.{_INTERVALS[name]}"] = interval
     for where, value in times.items():
         good = fits(value, int) and value >= 0
-        ours = where.removeprefix("callbacks.").partition(".")[0] in _OURS
+        ours = where.removeprefix("callbacks.").partition(".")[0] in REPORTS
         if (time := parse_time(value)) is not None:
             good = time.of_composer
         if fits(value, int) and where.startswith(("max_duration", "scheduler.")):
