@@ -162,6 +162,17 @@ class _Compiled:
         self.encode = triton.runtime.driver.active.utils.fill_tma_descriptor if self.maps else lambda *_: None
 
 
+class _Thread(threading.local):
+    """has_context: whether a CUDA context is sure to be current, which tensor maps need. A thread that has only taken
+    cached memory, as autograd's may have, has none; kernels' C functions see to it themselves.
+    """
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
 def _built(arguments: Sequence[Any]) -> list[Any]:
     """The arguments, with Triton's descriptors in the place of tensor maps."""
     return [a[0](*a[1:]) if type(a) is tuple else a for a in arguments]
@@ -201,6 +212,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         found = _known[key]
     except KeyError:
         found = None
+    if not _thread.has_context and (found is None or found.maps):
+        torch.cuda.mem_get_info(device)
+        _thread.has_context = True
     if found is None:
         compiled = kernel[grid](*_built(arguments), **constants)
         if hasattr(compiled, "function"):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import triton
-from foundry_moe_kernels import descriptors, permute, permute_plan
+from foundry_moe_kernels import descriptors, expert_products, permute, permute_plan
 from foundry_moe_kernels import launch as module
 
 from tests.helpers import kernel_twins as reference
@@ -44,6 +44,8 @@ def direct(monkeypatch):
     monkeypatch.delenv("FOUNDRY_MOE_COMPILE_AHEAD", raising=False)  # certificates of a process set it
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    hooks.contexts = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", hooks.contexts.append)
     return hooks
 
 
@@ -173,6 +175,35 @@ def test_hooks_and_other_versions_take_tritons_way(direct, monkeypatch):
     monkeypatch.setattr(module, "_DIRECT", False)
     module.launch(kernel, (1,), x, 32, A=1, B=0)
     assert len(kernel.slow) == 3 and len(kernel.fast) == 1
+
+
+@pytest.mark.quick
+def test_a_thread_gets_a_context_before_its_first_launch(direct):
+    def launches():
+        for _ in range(2):
+            module.launch(Kernel(), (1,), torch.zeros(64), 32, A=1, B=1)
+
+    for number in (1, 2):  # tensor maps need one, which a new thread of autograd does not have
+        thread = threading.Thread(target=launches)
+        thread.start()
+        thread.join()
+        assert direct.contexts == [0] * number
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not descriptors.GLUON, reason="the Hopper kernels run with Triton 3.6 alone")
+def test_a_thread_may_begin_with_a_kernel_that_takes_tensor_maps():
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    if not descriptors.supported(x):
+        pytest.skip("needs a Hopper GPU")
+    w = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16)
+    rows = expert_products.ragged_rows(torch.tensor([100, 256], device="cuda", dtype=torch.int32), 256)
+    wanted = expert_products.rows_product(x, (w,), rows, transposed=True)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(expert_products.rows_product(x, (w,), rows, transposed=True)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
 
 
 @pytest.mark.gpu
