@@ -9,7 +9,7 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, Y planes (the bf1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,12 +34,14 @@ class _Tile:
     span: int = 0
 
 
-# at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns, but for fp32 weights 128 columns fill the
-# shared memory
+# at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns
 _LOGITS = _Tile(tokens=64, experts=64, columns=128, warps=4, stages=3)
-_LOGITS_FP32 = _Tile(tokens=128, experts=64, columns=64, warps=8, stages=3)
-_INPUT_GRADIENT = _Tile(tokens=128, experts=32, columns=128, warps=4, stages=3)
+_LOGITS_FP32 = _Tile(tokens=128, experts=128, columns=32, warps=8, stages=3)  # 96 KiB
+_INPUT_GRADIENT = _Tile(tokens=128, experts=32, columns=256, warps=8, stages=3)  # 144 KiB
+_INPUT_GRADIENT_SMALL = replace(_INPUT_GRADIENT, warps=16, stages=2)
 _WEIGHT_GRADIENT = _Tile(tokens=64, experts=64, columns=128, span=1024, warps=4, stages=3)
+# 0.71 to 0.88 of its time with fp32 weights on an H200, 65536 x 512 x 128 and 16384 x 2048 x 64 and 128; for 192 KiB
+_WEIGHT_GRADIENT_WIDE = _Tile(tokens=64, experts=128, columns=128, span=2048, warps=8, stages=3)
 
 
 class Jitter(NamedTuple):
@@ -70,19 +72,9 @@ def _rows(key_ptr, t, tokens, stream, JITTER: tl.constexpr):
     return row
 
 
-@triton.jit
-def _dot_parts(a, b, acc, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """acc + a b for an fp32 `b` taken apart into PARTS numbers of DTYPE."""
-    for _ in tl.static_range(PARTS):
-        part = b.to(DTYPE)
-        acc = tl.dot(a, part, acc, input_precision="ieee")
-        b = b.to(tl.float32) - part.to(tl.float32)
-    return acc
-
-
 @triton.jit(do_not_specialize=["stream", "step"])
 def _logits_kernel(
-    x_ptr, w_ptr, key_ptr, out_ptr, stream, step, tokens, experts, width,
+    x_ptr, w_ptr, key_ptr, out_ptr, stream, step, tokens, experts, width, plane,
     JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -94,41 +86,37 @@ def _logits_kernel(
         d = first + tl.arange(0, BD)
         keep = (t < tokens)[:, None] & (d < width)[None, :]
         x = _tile(x_ptr, t, d, row, step, keep, width, JITTER, PACKED)
-        w = load_within(w_ptr + e[None, :].to(tl.int64) * width + d[:, None], d < width, e < experts)
-        acc = _dot_parts(x, w, acc, PARTS, x_ptr.dtype.element_ty)
+        at = w_ptr + e[None, :].to(tl.int64) * width + d[:, None]
+        for p in tl.static_range(PARTS):
+            acc = tl.dot(x, load_within(at + p * plane, d < width, e < experts), acc, input_precision="ieee")
     keep = (t < tokens)[:, None] & (e < experts)[None, :]
     tl.store(out_ptr + t.to(tl.int64)[:, None] * experts + e[None, :], acc, mask=keep)
 
 
-@triton.jit
-def _load_split(dlogits_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
-    """Gradients of logits as two numbers of DTYPE: a result rounded to 8 bits needs only 16 bits of its factors."""
-    ds = load_within(dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :], t < tokens, e < experts)
-    high = ds.to(DTYPE)
-    return high, (ds - high.to(tl.float32)).to(DTYPE)
-
-
-@triton.jit
-def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    w = load_within(w_ptr + e[:, None].to(tl.int64) * width + d[None, :], e < experts, d < width)
-    acc = tl.dot(rest, w.to(DTYPE), acc, input_precision="ieee")
-    return _dot_parts(high, w, acc, PARTS, DTYPE)
-
-
 @triton.jit(do_not_specialize=["stream", "step"])
 def _input_gradient_kernel(
-    dlogits_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width,
-    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    dlogits_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width, dlogits_plane, w_plane,
+    JITTER: tl.constexpr, PACKED: tl.constexpr, DLOGITS_PARTS: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """A result rounded to 8 bits needs only 16 bits of its factors: the product of their second parts is left out."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
-    dtype: tl.constexpr = dx_ptr.dtype.element_ty
     acc = tl.zeros((BT, BD), tl.float32)
     for first in range(0, experts, BE):
         e = first + tl.arange(0, BE)
-        high, rest = _load_split(dlogits_ptr, t, e, tokens, experts, dtype)
-        acc = _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS, dtype)
+        at = dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
+        w_at = w_ptr + e[:, None].to(tl.int64) * width + d[None, :]
+        high = load_within(at, t < tokens, e < experts)
+        w = load_within(w_at, e < experts, d < width)
+        if DLOGITS_PARTS > 1:
+            rest = load_within(at + dlogits_plane, t < tokens, e < experts)
+            acc = tl.dot(rest, w, acc, input_precision="ieee")
+        acc = tl.dot(high, w, acc, input_precision="ieee")
+        if PARTS > 1:
+            w_rest = load_within(w_at + w_plane, e < experts, d < width)
+            acc = tl.dot(high, w_rest, acc, input_precision="ieee")
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
     if JITTER:
         row = _rows(key_ptr, t, tokens, stream, JITTER)
         acc = jittered(acc, row[:, None], jitter_column(d)[None, :], d[None, :], step, dtype, PACKED)
@@ -137,13 +125,13 @@ def _input_gradient_kernel(
 
 
 @triton.jit
-def _split_kernel(dlogits_ptr, parts_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _split_kernel(values_ptr, parts_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ds = tl.load(dlogits_ptr + i, mask=i < numbers, other=0.0)
+    rest = tl.load(values_ptr + i, mask=i < numbers, other=0.0)
     for p in tl.static_range(PARTS):
-        part = ds.to(parts_ptr.dtype.element_ty)
+        part = rest.to(parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + p * numbers + i, part, mask=i < numbers)
-        ds -= part.to(tl.float32)
+        rest -= part.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["stream", "step"])
@@ -193,12 +181,23 @@ def _packed(x_TD: Tensor) -> bool:
     return x_TD.dtype is torch.bfloat16 and x_TD.shape[1] % 16 == 0 and x_TD.data_ptr() % 16 == 0
 
 
-def _parts(weight_ED: Tensor, x_dtype: torch.dtype, most: int) -> int:
-    return 1 if weight_ED.dtype is x_dtype else most
+def _split(values: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
+    """[Y, ...]: numbers of this dtype whose sum is `values`, in parts once, so that products take them from memory."""
+    if values.dtype is dtype:
+        return values[None]
+    out = torch.empty(parts, *values.shape, dtype=dtype, device=values.device)
+    numbers = values.numel()
+    launch(_split_kernel, (cdiv(numbers, 2048),), values, out, numbers, PARTS=parts, BLOCK=2048)
+    return out
 
 
 def _expert_block(experts: int, tile: _Tile) -> int:
     return min(max(next_power_of_2(experts), 16), tile.experts)
+
+
+def _reads_shared(device: torch.device) -> bool:
+    """Whether tensor cores read shared memory, of which there is more then."""
+    return sparse_tiles.capability(device) // 10 in (9, 10)
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
@@ -214,65 +213,64 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
     if out_TE.numel():
-        parts = _parts(weight_ED, x_TD.dtype, 3)
-        tile = _LOGITS if parts == 1 else _LOGITS_FP32
+        parts_YED = _split(weight_ED, x_TD.dtype, 3)
+        tile = _LOGITS if parts_YED.shape[0] == 1 else _LOGITS_FP32
         block = _expert_block(experts, tile)
         launch(
             _logits_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
-            x_TD, weight_ED, *_with_keys(jitter, out_TE), tokens, experts, width,
-            JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts,
+            x_TD, parts_YED, *_with_keys(jitter, out_TE), tokens, experts, width, weight_ED.numel(),
+            JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts_YED.shape[0],
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out_TE
 
 
 def _forward_and_backward(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> None:
-    logits_TE = gate_logits(x_TD, weight_ED, jitter)
-    input_gradient(logits_TE, weight_ED, jitter, x_TD.dtype)
-    weight_gradient(logits_TE, x_TD, jitter, weight_ED.dtype)
+    gradients(gate_logits(x_TD, weight_ED, jitter), x_TD, weight_ED, jitter, (True, True))
 
 
-def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter, dtype: torch.dtype) -> Tensor:
-    """dx_TD in x's dtype."""
-    tokens, experts = dlogits_TE.shape
-    width = weight_ED.shape[1]
-    dx_TD = torch.empty(tokens, width, dtype=dtype, device=dlogits_TE.device)
+def gradients(
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, jitter: Jitter, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """dx_TD and dweight_ED, in the dtypes of x and the weight; without elements where it is not needed."""
+    dlogits_TE, x_TD, weight_ED = dlogits_TE.contiguous(), x_TD.contiguous(), weight_ED.contiguous()
+    dx_TD = x_TD.new_empty(x_TD.shape if needs[0] else 0)
+    dweight_ED = weight_ED.new_empty(weight_ED.shape if needs[1] else 0)
+    if dlogits_TE.numel() == 0:
+        return dx_TD, dweight_ED.zero_()
+    parts = 3 if needs[1] and weight_ED.dtype is not x_TD.dtype else 2
+    parts_YTE = _split(dlogits_TE, x_TD.dtype, parts)
     if dx_TD.numel():
-        parts = _parts(weight_ED, dtype, 2)
-        tile = _INPUT_GRADIENT
-        # where tensor cores read registers, a thread of four warps does not hold its part of fp32 weights and sums
-        warps = tile.warps if sparse_tiles.capability(dlogits_TE.device) // 10 in (9, 10) else 2 * tile.warps
-        launch(
-            _input_gradient_kernel, (cdiv(width, tile.columns), cdiv(tokens, tile.tokens)),
-            dlogits_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
-            JITTER=jitter.keys_T is not None, PACKED=_packed(dx_TD), PARTS=parts, BT=tile.tokens,
-            BE=_expert_block(experts, tile), BD=tile.columns, num_warps=warps, num_stages=tile.stages,
-        )  # fmt: skip
-    return dx_TD
+        _input_gradient(parts_YTE, _split(weight_ED, x_TD.dtype, 2), dx_TD, jitter)
+    if dweight_ED.numel():
+        _weight_gradient(parts_YTE, x_TD, dweight_ED, jitter)
+    return dx_TD, dweight_ED
 
 
-def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter, dtype: torch.dtype) -> Tensor:
-    """dW [E, D] in the weight's dtype."""
-    tokens, experts = dlogits_TE.shape
+def _input_gradient(parts_YTE: Tensor, weight_YED: Tensor, dx_TD: Tensor, jitter: Jitter) -> None:
+    parts, tokens, experts = parts_YTE.shape
+    width = weight_YED.shape[2]
+    tile = _INPUT_GRADIENT if _reads_shared(dx_TD.device) else _INPUT_GRADIENT_SMALL
+    launch(
+        _input_gradient_kernel, (cdiv(width, tile.columns), cdiv(tokens, tile.tokens)),
+        parts_YTE, weight_YED, *_with_keys(jitter, dx_TD), tokens, experts, width, tokens * experts, experts * width,
+        JITTER=jitter.keys_T is not None, PACKED=_packed(dx_TD), DLOGITS_PARTS=parts, PARTS=weight_YED.shape[0],
+        BT=tile.tokens, BE=_expert_block(experts, tile), BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _weight_gradient(parts_YTE: Tensor, x_TD: Tensor, dweight_ED: Tensor, jitter: Jitter) -> None:
+    parts, tokens, experts = parts_YTE.shape
     width = x_TD.shape[1]
-    tile = _WEIGHT_GRADIENT
+    tile = _WEIGHT_GRADIENT_WIDE if _reads_shared(x_TD.device) else _WEIGHT_GRADIENT
     spans = cdiv(tokens, tile.span)
-    dweight_ED = torch.empty(experts, width, dtype=dtype, device=x_TD.device)
-    if tokens == 0 or dweight_ED.numel() == 0:
-        return dweight_ED.zero_()
-    # in parts once, so that the product below takes them from memory as they are
-    parts = _parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3)
-    parts_YTE = torch.empty(parts, tokens, experts, dtype=x_TD.dtype, device=x_TD.device)
-    numbers = tokens * experts
-    launch(_split_kernel, (cdiv(numbers, 2048),), dlogits_TE, parts_YTE, numbers, PARTS=parts, BLOCK=2048)
     sums_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
     block = _expert_block(experts, tile)
     launch(
         _weight_gradient_kernel, (cdiv(width, tile.columns), cdiv(experts, block), spans),
-        parts_YTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,
+        parts_YTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, tokens * experts,
         JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts, SPAN=tile.span,
         BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     numbers = experts * width
     launch(_sum_spans_kernel, (cdiv(numbers, 512),), sums_SED, dweight_ED, spans, numbers, BLOCK=512)
-    return dweight_ED

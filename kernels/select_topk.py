@@ -17,59 +17,52 @@ _SORTED = 16  # from this many choices on, a sort takes less time than one maxim
 
 
 @triton.jit
-def make_keys(raw, e, num_experts, EXPERTS: tl.constexpr):
-    """One int64 orders by score, then towards the lower expert: no two keys of a token are equal."""
+def _ordered(raw):
+    """Integers in the order of the scores; -0 ties with 0."""
     bits = raw.to(tl.int32, bitcast=True)
-    bits = tl.where(raw == 0.0, 0, bits)  # -0 ties with 0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = (ordered.to(tl.int64) << 32) | (EXPERTS - 1 - e)[None, :].to(tl.int64)
+    bits = tl.where(raw == 0.0, 0, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def ranks(raw, e, num_experts, K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """int32 [TOKENS, EXPERTS]: 0 for the largest score of a token to K - 1, ties towards the lower expert; others K.
+
+    Where a warp has a whole row, each maximum and minimum of integers is one instruction (`redux.sync`).
+    """
+    LEAST: tl.constexpr = -0x80000000
+    ordered = tl.where(e[None, :] < num_experts, tl.maximum(_ordered(raw), LEAST + 1), LEAST)
+    rank = tl.full((TOKENS, EXPERTS), K, tl.int32)
+    for choice in tl.static_range(K):
+        best = tl.max(ordered, axis=1)
+        expert = tl.min(tl.where(ordered == best[:, None], e[None, :], EXPERTS), axis=1)
+        here = e[None, :] == expert[:, None]
+        rank = tl.where(here, choice, rank)
+        ordered = tl.where(here, LEAST, ordered)
+    return rank
+
+
+@triton.jit
+def _keys(raw, e, num_experts, EXPERTS: tl.constexpr):
+    """One int64 orders by score, then towards the lower expert: no two keys of a token are equal."""
+    key = (_ordered(raw).to(tl.int64) << 32) | (EXPERTS - 1 - e)[None, :].to(tl.int64)
     return tl.where(e[None, :] < num_experts, key, -0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
-def score_of(key):
-    high = (key >> 32).to(tl.int32)
-    return tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def expert_of(key, EXPERTS: tl.constexpr):
-    return EXPERTS - 1 - (key & 0xFFFFFFFF)
-
-
-@triton.jit
-def best_keys(key, K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr):
-    """The K largest keys of each token, [TOKENS, KP]."""
-    k = tl.arange(0, KP)
-    chosen = tl.zeros((TOKENS, KP), tl.int64)
-    best = tl.max(key, axis=1)
-    for choice in tl.static_range(K):
-        chosen = tl.where(k[None, :] == choice, best[:, None], chosen)
-        if choice + 1 < K:
-            key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
-            best = tl.max(key, axis=1)
-    return chosen
-
-
-@triton.jit
 def _topk_kernel(
-    scores_ptr, values_ptr, experts_ptr, tokens, num_experts, K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr,
+    scores_ptr, values_ptr, experts_ptr, tokens, num_experts, K: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    k = tl.arange(0, KP)
     keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
-    raw = tl.load(scores_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], mask=keep, other=float("-inf"))
+    raw = tl.load(scores_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], mask=keep, other=0.0)
     raw = raw.to(tl.float32)
-    key = make_keys(raw, e, num_experts, EXPERTS)
-    chosen = best_keys(key, K, KP, TOKENS)
-    values = score_of(chosen)
-    live = k[None, :] < K
-    at = t.to(tl.int64)[:, None] * K + k[None, :]
-    write = (t < tokens)[:, None] & live
-    tl.store(values_ptr + at, values, mask=write)
-    tl.store(experts_ptr + at, expert_of(chosen, EXPERTS), mask=write)
+    rank = ranks(raw, e, num_experts, K, TOKENS, EXPERTS)
+    at = t.to(tl.int64)[:, None] * K + rank
+    tl.store(values_ptr + at, raw, mask=keep & (rank < K))
+    tl.store(experts_ptr + at, tl.zeros_like(at) + e[None, :], mask=keep & (rank < K))
 
 
 @triton.jit
@@ -82,8 +75,10 @@ def _sort_kernel(
     keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
     at = t.to(tl.int64)[:, None] * token_stride + e.to(tl.int64)[None, :] * expert_stride
     raw = tl.load(scores_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    key = tl.sort(make_keys(raw, e, num_experts, EXPERTS), descending=True)
-    values, experts = score_of(key), expert_of(key, EXPERTS)
+    key = tl.sort(_keys(raw, e, num_experts, EXPERTS), descending=True)
+    high = (key >> 32).to(tl.int32)
+    values = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+    experts = EXPERTS - 1 - (key & 0xFFFFFFFF)
     if ABSENT:
         experts = tl.where(values < 0, -1, experts)
         values = tl.where(values < 0, 0.0, values)
@@ -116,7 +111,7 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         block = max(1, min(_ELEMENTS // wide, 16))
         launch(
             _topk_kernel, (cdiv(tokens, block),),
-            scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=next_power_of_2(k), TOKENS=block, EXPERTS=wide,
+            scores_TE, values_TK, experts_TK, tokens, experts, K=k, TOKENS=block, EXPERTS=wide,
             num_warps=4,
         )  # fmt: skip
     return values_TK, experts_TK

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from foundry_moe_kernels.launch import cdiv, compile_first, launch, next_power_of_2
 from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
-from foundry_moe_kernels.select_topk import best_keys, expert_of, make_keys, score_of
+from foundry_moe_kernels.select_topk import ranks
 from torch import Tensor
 
 _ELEMENTS, _TOKENS = 4096, 64  # logits and tokens that a program holds at most: many, so that few sums are left to add
@@ -84,37 +84,32 @@ def _real(mask_ptr, t, tokens, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["stream"])
 def _softmax_topk_kernel(
     logits_ptr, mask_ptr, key_ptr, weights_ptr, experts_ptr, wanted_ptr, sums_ptr, stream, tokens, num_experts, scale,
-    K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr,
+    K: tl.constexpr, COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr,
     MASKED: tl.constexpr, STATISTICS: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    k = tl.arange(0, KP)
     raw, probs, lse = _softmax(logits_ptr, t, e, tokens, num_experts)
-    chosen = best_keys(make_keys(raw, e, num_experts, EXPERTS), K, KP, TOKENS)
-    wanted = expert_of(chosen, EXPERTS).to(tl.int32)
-    weights = tl.where(k[None, :] < K, tl.exp(score_of(chosen) - lse[:, None]), 0.0)
+    rank = ranks(raw, e, num_experts, K, TOKENS, EXPERTS)
+    weights = tl.where(rank < K, probs, 0.0)
     if NORMALIZE:
         weights = weights / tl.sum(weights, axis=1)[:, None]
     weights = weights * scale
-    experts = wanted
-    at = t.to(tl.int64)[:, None] * K + k[None, :]
-    write = (t < tokens)[:, None] & (k < K)[None, :]
+    experts = tl.zeros_like(rank) + e[None, :]
+    at = t.to(tl.int64)[:, None] * K + rank
+    write = (t < tokens)[:, None] & (rank < K)
     if RANDOM:
         key = tl.load(key_ptr + t, mask=t < tokens, other=0)
         drawn = uniform_from(row_hash(key, stream) ^ column_hash(tl.zeros_like(t), stream))
-        dropped = (k[None, :] == 1) & (2.0 * weights <= drawn[:, None])
+        tl.store(wanted_ptr + at, experts, mask=write)
+        dropped = (rank == 1) & (2.0 * weights <= drawn[:, None])
         weights = tl.where(dropped, 0.0, weights)
         experts = tl.where(dropped, -1, experts)
-        tl.store(wanted_ptr + at, wanted, mask=write)
     tl.store(weights_ptr + at, weights, mask=write)
     tl.store(experts_ptr + at, experts.to(tl.int64), mask=write)
     if STATISTICS:
         real = _real(mask_ptr, t, tokens, MASKED)
-        counts = tl.zeros((TOKENS, EXPERTS), tl.float32)
-        for choice in tl.static_range(COUNTED):
-            expert = tl.sum(tl.where(k[None, :] == choice, wanted, 0), axis=1)
-            counts += (expert[:, None] == e[None, :]).to(tl.float32)
+        counts = (rank < COUNTED).to(tl.float32)
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * num_experts + EXTRA)
         tl.store(sums + e, tl.sum(probs * real[:, None], axis=0), mask=e < num_experts)
         tl.store(sums + num_experts + e, tl.sum(counts * real[:, None], axis=0), mask=e < num_experts)
@@ -185,35 +180,44 @@ def _slope(counts_ptr, e, num_experts):
 
 
 @triton.jit
+def _choice(
+    experts_ptr, wanted_ptr, dweights_ptr, t, choice, tokens, scale, K: tl.constexpr, RANDOM: tl.constexpr
+):  # fmt: skip
+    """The expert of each token's choice of this number, and the gradient of its weight before `scale`."""
+    at = t.to(tl.int64) * K + choice
+    expert = tl.load(experts_ptr + at, mask=t < tokens, other=0).to(tl.int32)
+    dweight = tl.load(dweights_ptr + at, mask=t < tokens, other=0.0).to(tl.float32) * scale
+    if RANDOM:
+        dweight = tl.where(expert < 0, 0.0, dweight)
+        expert = tl.load(wanted_ptr + at, mask=t < tokens, other=0)
+    return expert, dweight
+
+
+@triton.jit
 def _softmax_topk_backward_kernel(
     logits_ptr, mask_ptr, experts_ptr, wanted_ptr, counts_ptr, dweights_ptr, dmean_ptr, dz_ptr, dloss_ptr, number_ptr,
     out_ptr, tokens, num_experts, scale,
-    K: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
+    K: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
     MEAN: tl.constexpr, Z: tl.constexpr, BALANCE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    k = tl.arange(0, KP)
     _, probs, lse = _softmax(logits_ptr, t, e, tokens, num_experts)
-    at = t.to(tl.int64)[:, None] * K + k[None, :]
-    live = (t < tokens)[:, None] & (k < K)[None, :]
-    dweights = tl.load(dweights_ptr + at, mask=live, other=0.0).to(tl.float32) * scale
-    if RANDOM:
-        wanted = tl.load(wanted_ptr + at, mask=live, other=0)
-        dweights = tl.where(tl.load(experts_ptr + at, mask=live, other=0) < 0, 0.0, dweights)
-    else:
-        wanted = tl.load(experts_ptr + at, mask=live, other=0).to(tl.int32)
+    total, product = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
     if NORMALIZE:
-        logit = tl.load(logits_ptr + t.to(tl.int64)[:, None] * num_experts + wanted, mask=live, other=0.0)
-        score = tl.where(live, tl.exp(logit - lse[:, None]), 0.0)
-        total = tl.maximum(tl.sum(score, axis=1), 1e-30)[:, None]
-        dweights = (dweights - tl.sum(dweights * score / total, axis=1)[:, None]) / total
+        for choice in tl.static_range(K):
+            expert, dweight = _choice(experts_ptr, wanted_ptr, dweights_ptr, t, choice, tokens, scale, K, RANDOM)
+            logit = tl.load(logits_ptr + t.to(tl.int64) * num_experts + expert, mask=t < tokens, other=0.0)
+            score = tl.exp(logit - lse)
+            total += score
+            product += dweight * score
+        total = tl.maximum(total, 1e-30)
     dprobs = tl.zeros((TOKENS, EXPERTS), tl.float32)
     for choice in tl.static_range(K):
-        here = k[None, :] == choice
-        expert = tl.sum(tl.where(here, wanted, 0), axis=1)
-        value = tl.sum(tl.where(here, dweights, 0.0), axis=1)
-        dprobs += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
+        expert, dweight = _choice(experts_ptr, wanted_ptr, dweights_ptr, t, choice, tokens, scale, K, RANDOM)
+        if NORMALIZE:
+            dweight = (dweight - product / total) / total
+        dprobs += tl.where(expert[:, None] == e[None, :], dweight[:, None], 0.0)
     dlse = tl.zeros((TOKENS,), tl.float32)
     if MEAN or (Z or BALANCE):  # Triton 3.3 takes no chain
         share = _real(mask_ptr, t, tokens, MASKED) / tl.load(number_ptr)
@@ -230,10 +234,10 @@ def _softmax_topk_backward_kernel(
     tl.store(out_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], dlogits, mask=keep)
 
 
-def _blocks(experts: int, k: int, elements: int, tokens: int) -> tuple[int, int, int]:
-    """Tokens of a program, and E and K as powers of two."""
+def _blocks(experts: int, elements: int, tokens: int) -> tuple[int, int]:
+    """Tokens of a program, and E as a power of two."""
     wide = next_power_of_2(experts)
-    return max(1, min(elements // wide, tokens)), wide, next_power_of_2(k)
+    return max(1, min(elements // wide, tokens)), wide
 
 
 def new_results(logits_TE: Tensor, rule: Rule, *_: Tensor | None) -> tuple[Tensor, ...]:
@@ -273,7 +277,7 @@ def softmax_topk(
     compile_first("softmax_topk", lambda: _forward_and_backward(logits_TE, rule, mask_T, keys_T))
     tokens, experts = logits_TE.shape
     k, statistics, with_balance = rule.k, rule.statistics, rule.with_balance
-    block, wide, columns = _blocks(experts, k, _ELEMENTS, _TOKENS)
+    block, wide = _blocks(experts, _ELEMENTS, _TOKENS)
     programs = cdiv(tokens, block)
     weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss = new_results(logits_TE, rule)
     if tokens == 0:
@@ -284,7 +288,7 @@ def softmax_topk(
     launch(
         _softmax_topk_kernel, (programs,),
         logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
-        K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=rule.stream is not None,
+        K=k, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=rule.stream is not None,
         MASKED=mask is not None, STATISTICS=statistics, EXTRA=_EXTRA, TOKENS=block, EXPERTS=wide, num_warps=8,
     )  # fmt: skip
     if statistics and programs * wide <= _SUMMED_AT_ONCE:
@@ -320,13 +324,13 @@ def softmax_topk_backward(
     k = rule.k
     out_TE = torch.empty_like(logits_TE)
     if tokens:
-        block, wide, columns = _blocks(experts, k, _BACKWARD_ELEMENTS, _BACKWARD_TOKENS)
+        block, wide = _blocks(experts, _BACKWARD_ELEMENTS, _BACKWARD_TOKENS)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
         launch(
             _softmax_topk_backward_kernel, (cdiv(tokens, block),),
             logits_TE, mask, chosen.experts_TK, chosen.wanted_TK, chosen.counts_E, grads.weights_TK.contiguous(),
             grads.mean_E, grads.z, grads.balance, chosen.number, out_TE, tokens, experts, rule.scale,
-            K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
+            K=k, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
             MEAN=grads.mean_E is not None, Z=grads.z is not None, BALANCE=grads.balance is not None,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip

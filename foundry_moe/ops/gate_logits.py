@@ -50,14 +50,15 @@ def _plain(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
-@operator("gate_input_gradient", lambda x, w, *_: x.new_empty(x.shape))
-def _input_gradient(x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, jitter: Jitter) -> Tensor:
-    return kernels.input_gradient(dlogits_TE.contiguous(), weight_ED.contiguous(), jitter, x_TD.dtype)
+def _fake_gradients(dlogits, x, weight, jitter, needs_x, needs_weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape if needs_x else 0), weight.new_empty(weight.shape if needs_weight else 0)
 
 
-@operator("gate_weight_gradient", lambda x, w, *_: w.new_empty(w.shape))
-def _weight_gradient(x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, jitter: Jitter) -> Tensor:
-    return kernels.weight_gradient(dlogits_TE.contiguous(), x_TD.contiguous(), jitter, weight_ED.dtype)
+@operator("gate_gradients", _fake_gradients)
+def _gradients(
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, jitter: Jitter, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return kernels.gradients(dlogits_TE, x_TD, weight_ED, jitter, (needs_x, needs_weight))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -67,10 +68,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, weight_ED, keys_T = ctx.saved_tensors
-    given = (x_TD, weight_ED, dlogits_TE, Jitter(keys_T, *ctx.draw))
-    dx_TD = _input_gradient(*given) if ctx.needs_input_grad[0] else None
-    dweight_ED = _weight_gradient(*given) if ctx.needs_input_grad[1] else None
-    return dx_TD, dweight_ED, None
+    needs = ctx.needs_input_grad[:2]
+    found = _gradients(dlogits_TE, x_TD, weight_ED, Jitter(keys_T, *ctx.draw), *needs)
+    return *[gradient if needed else None for gradient, needed in zip(found, needs, strict=True)], None
 
 
 _gate_logits = twins(

@@ -156,8 +156,7 @@ def launch_routing(experts: int = 128) -> None:
     jitter = gate_logits.Jitter(keys_T=keys_T, amount=0.01, stream=1)
     for weight in (weight_ED, weight_ED.bfloat16()):
         gate_logits.gate_logits(x_TD, weight, jitter)
-        gate_logits.input_gradient(logits_TE, weight, jitter, torch.bfloat16)
-        gate_logits.weight_gradient(logits_TE, x_TD, jitter, weight.dtype)
+        gate_logits.gradients(logits_TE, x_TD, weight, jitter, (True, True))
     noise.uniform(keys_T, experts, 1)
     noise.jitter(x_TD, keys_T, 0.01, 1)
     for rule in (

@@ -49,9 +49,12 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
     scores_TE = gate_logits.gate_logits(x, w, jitter)
     assert scores_TE.dtype is torch.float32
     truth_TE = xj_TD @ w_ED.double().T
-    dx_TD = gate_logits.input_gradient(d, w, jitter, DTYPE)
+    dx_TD, dw_ED = gate_logits.gradients(d, x, w, jitter, (True, True))
+    for needs in ((True, False), (False, True)):
+        alone = gate_logits.gradients(d, x, w, jitter, needs)
+        for gradient, whole, needed in zip(alone, (dx_TD, dw_ED), needs, strict=True):
+            assert torch.equal(gradient, whole) if needed else gradient.numel() == 0
     truth_dx = (d_TE.double() @ w_ED.double()) * factor_TD
-    dw_ED = gate_logits.weight_gradient(d, x, jitter, weight_dtype)
     truth_dw = d_TE.double().T @ xj_TD
     assert dx_TD.dtype is DTYPE and dw_ED.dtype is weight_dtype
     half_unit = 2**-8  # of a result in bf16
