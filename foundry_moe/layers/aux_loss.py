@@ -66,7 +66,7 @@ def _add_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, los
     """Adds one microbatch to the sums."""
     # `.data`: the sums are saved for this backward pass, whose version check must not see the change
     sum_E.data.add_(counts_E)
-    sum_L.data.add_(losses_L * scale)
+    sum_L.data.addcmul_(losses_L, scale.to(losses_L.dtype))
     sum_1.data.add_(scale)
 
 

@@ -268,14 +268,17 @@ class MoELayer(nn.Module):
     def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], choices: Choices, mask_T: Tensor | None) -> Tensor:
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""
         weighted = [measured[name] * weight for name, weight in self.loss_weights.items()]
-        loss = torch.stack(weighted).sum() if weighted else y_TD.new_zeros(())
+        loss = sum(weighted[1:], start=weighted[0]) if weighted else y_TD.new_zeros(())
         if GATE_ENTROPY in self.statistics.names:
             logits_TE, score = choices.logits_TE, getattr(self.gate.config, "score", "softmax")
             measured[GATE_ENTROPY] = (
                 y_TD.new_full((), torch.nan) if logits_TE is None else gate_entropy(logits_TE, mask_T, score=score)
             )
         values = [measured[name].detach().float() for name in self.statistics.names]
-        losses_L = torch.stack(values) if values else y_TD.new_zeros(0, dtype=torch.float32)
+        if len(values) > 1:
+            losses_L = torch.stack(values)
+        else:
+            losses_L = values[0][None] if values else y_TD.new_zeros(0, dtype=torch.float32)
         counts_E = choices.counts_E
         if counts_E is None:
             counts_E = count_choices(choices.experts_TK, self.num_experts, mask_T)
