@@ -118,7 +118,8 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
     tokens = ep.Tokens(x_TD=x[: rows_ // 8], source_R=source, choices=8)
     taken = tokens if ep.gathers(x, f) and gated else x
     gathered = taken is tokens
-    beside = (tokens, torch.empty_like(x)) if gathered and ep.copies(tokens, planes * f) else None
+    late = tokens if ep.gathers(x, f, backward=True) else None  # of the products of the backward pass
+    beside = (tokens, torch.empty_like(x)) if gathered and late is None and ep.copies(tokens) else None
     even = rows_ // experts * experts
     x3, h3, dy3 = (t[:even].view(experts, per_expert, -1) for t in (x, h, dy))
     yield p(
@@ -154,11 +155,18 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
         )  # fmt: skip
     yield p(
         f"down_backward{planes}", f, d, 1,
-        lambda t: ep.down_backward_(dy, w2, z.clone() if t is None else z, rows, act, weights, source, tile=t),
-        lambda: x3 @ w2,
+        lambda t: ep.down_backward_(late or dy, w2, z.clone() if t is None else z, rows, act, weights, source, tile=t),
+        lambda: x3 @ w2, late is not None,
     )  # fmt: skip
-    yield p("inner", f, d, 1, lambda t: ep.weight_gradient(dy[None], h, rows, out=out2, tile=t), lambda: dy3.mT @ h3)
-    yield p("inner", d, f, planes, lambda t: ep.weight_gradient(z, x, rows, out=out, tile=t), lambda: h3.mT @ x3)
+    inner = "inner" if late is None else "inner_tokens"
+    yield p(
+        inner, f, d, 1, lambda t: ep.weight_gradient(late or dy, h, rows, out=out2, tile=t), lambda: dy3.mT @ h3,
+        late is not None,
+    )  # fmt: skip
+    yield p(
+        inner, d, f, planes, lambda t: ep.weight_gradient(z, late or x, rows, out=out, tile=t), lambda: h3.mT @ x3,
+        late is not None,
+    )  # fmt: skip
 
 
 def _compile(share: tuple[int, int, list[str]]) -> None:

@@ -29,9 +29,10 @@ _LINE, _TALL_FROM = 64, 512
 # Experts up to this width gather tokens in their first product: it then takes some 6 % longer for every width,
 # while a copy of the rows takes as long for all (H200)
 GATHER_UP_TO = 1024
+# Up to this one also in those of the backward pass, which need no copy then. It takes 0.15 ms for XS's rows and 0.17 for
+# OLMoE's and Qwen3's; the products for the second matrix take 0.02, 0.17 to 0.26 and 0.13 ms longer (H200)
+GATHER_BACKWARD_UP_TO = 768
 _GATHER_WIDTHS = range(256, 4097, 256)
-# A copier takes 0.21 us for a row of 1 to 4 KiB (H200), in which a program multiplies by this many weights
-_COPY_FROM = 2**19
 
 
 class RaggedRows(NamedTuple):
@@ -68,18 +69,15 @@ class LowRank(NamedTuple):
     b: Tensor
 
 
-def gathers(x_TD: Tensor, hidden: int) -> bool:
+def gathers(x_TD: Tensor, hidden: int, *, backward: bool = False) -> bool:
     """Whether products of experts of this width can gather these tokens themselves, and gain by it."""
-    return hidden <= GATHER_UP_TO and x_TD.shape[1] in _GATHER_WIDTHS and descriptors.supported(x_TD)
+    most = GATHER_BACKWARD_UP_TO if backward else GATHER_UP_TO
+    return hidden <= most and x_TD.shape[1] in _GATHER_WIDTHS and descriptors.supported(x_TD)
 
 
-def copies(tokens: Tokens, inner: int) -> bool:
-    """Whether a product of rows of `inner` columns can copy these tokens meanwhile, and takes as long as the copy.
-
-    Triton needs boxes, here a whole row, of powers of two.
-    """
-    width = tokens.x_TD.shape[1]
-    return next_power_of_2(width) == width and width * inner >= _COPY_FROM
+def copies(tokens: Tokens) -> bool:
+    """Whether a product can copy these tokens meanwhile: Triton needs boxes, here a whole row, of powers of two."""
+    return next_power_of_2(tokens.x_TD.shape[1]) == tokens.x_TD.shape[1]
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
@@ -197,8 +195,8 @@ def _rows_arguments(
         tokens, num_rows = a_YRK, a_YRK.source_R.shape[0]
         a = a_YRK.x_TD[None]  # the map only defines the layout of a stage
     else:
-        tokens, num_rows = beside[0] if beside else None, a_YRK.shape[1]
-        a = a_YRK  # loads may run on into the next expert's rows
+        tokens, num_rows = beside[0] if beside else None, a_YRK.shape[-2]
+        a = a_YRK if a_YRK.ndim == 3 else a_YRK[None]  # loads may run on into the next expert's rows
     planes, _, k = a.shape
     shape = (rows.offsets_E.shape[0], *((n, k) if transposed else (k, n)))
     assert num_rows == rows.num_rows
@@ -255,7 +253,7 @@ def rows_product(
     """c_RN: each row times its expert's matrix, summed over planes.
 
     Args:
-        a_YRK: [Y, R, K], or tokens where `gathers`.
+        a_YRK: [Y, R, K] or [R, K], or tokens where `gathers`.
         weights: Y tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W), whose rows or columns are
             contiguous. They may be halves of one tensor, or every second row of it.
         beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
@@ -287,7 +285,8 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """z_YRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
-    One launch for a GLU; for an MLP without gate the activation is a launch of its own.
+    One launch for a GLU; for an MLP without gate the activation is a launch of its own, which takes as long as an
+    epilogue with it takes longer (H200: 0.12 and 0.12 ms at XS's shape, 0.07 and 0.08 at Medium's).
 
     Args:
         weights: W1 and perhaps V1, [E, F, D].
@@ -296,19 +295,18 @@ def up(
     _, n, k = weights[0].shape
     planes = 2 if weights[1:] else 1
     tile = tile or _pick("up2" if planes == 2 else "up1", rows, n, k)
-    a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_YRF = weights[0].new_empty(planes, rows.num_rows, n)
     h_RF = weights[0].new_empty(rows.num_rows, n) if planes == 2 else None
     weights, transposed = (weights, True) if planes == 2 else row_major(weights, True)
     arguments, constants = _rows_arguments(
-        a, weights, rows, n, transposed=transposed, tile=tile, c_YRN=z_YRF, h_RN=h_RF, activation=activation, low=low
+        x_RD, weights, rows, n, transposed=transposed, tile=tile, c_YRN=z_YRF, h_RN=h_RF, activation=activation, low=low
     )
     launch(*arguments, **constants)
     return z_YRF, activate(z_YRF, rows.offsets_E, activation) if h_RF is None else h_RF
 
 
 def down_backward_(
-    dy_RD: Tensor,
+    dy_RD: Tensor | Tokens,
     w2_EDF: Tensor,
     z_YRF: Tensor,
     rows: RaggedRows,
@@ -335,31 +333,50 @@ def down_backward_(
     _, k, n = w2_EDF.shape
     if tile is None and w2_EDF.stride(-1) == 1:
         tile = _pick(f"down_backward{z_YRF.shape[0]}", rows, n, k)
-    h_RF = rows_product(dy_RD[None], (w2_EDF,), rows, transposed=False, tile=tile)  # first dh, then h in its place
+    h_RF = rows_product(dy_RD, (w2_EDF,), rows, transposed=False, tile=tile)  # first dh, then h in its place
     dots = activation_backward_(h_RF, z_YRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
     return h_RF, dots
 
 
 def weight_gradient(
-    a_YRM: Tensor, b_RN: Tensor, rows: RaggedRows, *, out: Tensor | None = None, tile: Tile | None = None
+    a_YRM: Tensor | Tokens,
+    b_RN: Tensor | Tokens,
+    rows: RaggedRows,
+    *,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """[Y, E, M, N]: a_e^T b_e over the rows of every expert, zeros for an expert without rows.
 
-    `out` may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
+    Args:
+        a_YRM: [Y, R, M] or [R, M]. Either operand may be tokens, where `gathers`.
+        out: may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
     """
-    planes, num_rows, m = a_YRM.shape
-    n = b_RN.shape[1]
-    assert num_rows == b_RN.shape[0] == rows.num_rows and a_YRM.dtype == b_RN.dtype
+    gathered, tokens, operands = "", None, []
+    for name, operand in (("a", a_YRM), ("b", b_RN)):
+        if isinstance(operand, Tokens):  # the map only defines the layout of a stage
+            gathered, tokens, operand = name, operand, operand.x_TD
+        else:
+            assert operand.shape[-2] == rows.num_rows
+        operands.append(operand if operand.ndim == 3 else operand[None])
+    a, b = operands
+    planes, _, m = a.shape
+    n = b.shape[2]
+    assert a.dtype == b.dtype
     experts = rows.offsets_E.shape[0]
     if out is None:
-        out = a_YRM.new_empty(planes, experts, m, n)
-    tile = tile or _pick("inner", rows, n, m)
-    found = _inner_launch(tile, a_YRM.device, m, n, planes * experts, out.dtype.itemsize)
+        out = a.new_empty(planes, experts, m, n)
+    tile = tile or _pick("inner_tokens" if tokens else "inner", rows, n, m)
+    found = _inner_launch(
+        tile, a.device, m, n, planes * experts, out.dtype.itemsize, gathered, tokens.choices if tokens else 0
+    )
     launch(
         hopper_inner.inner_kernel, (found.programs,),
-        descriptors.ragged_rows(a_YRM, *found.a_box), descriptors.ragged_rows(b_RN[None], *found.b_box),
+        descriptors.ragged_rows(a, *found.a_box), descriptors.ragged_rows(b, *found.b_box),
         descriptors.boxes(out[None], found.out_box),
-        rows.offsets_E, rows.order_E, experts, planes, found.m_tiles, found.n_tiles, found.group, m,
+        rows.offsets_E, rows.order_E, tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
+        tokens.x_TD.stride(0) if tokens else 0,
+        experts, planes, found.m_tiles, found.n_tiles, found.group, m,
         **found.constants,
     )  # fmt: skip
     return out
@@ -379,14 +396,17 @@ class _InnerLaunch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _inner_launch(tile: Tile, device: torch.device, m: int, n: int, matrices: int, itemsize: int) -> _InnerLaunch:
-    """Args: matrices: Y E. itemsize: of the result."""
-    tile = _runnable(tile)
+def _inner_launch(
+    tile: Tile, device: torch.device, m: int, n: int, matrices: int, itemsize: int, gathered: str, choices: int
+) -> _InnerLaunch:
+    """Args: matrices: Y E. itemsize: of the result. gathered: "a" or "b", the operand that is tokens."""
+    tile = _runnable(tile, tokens=gathered != "")
     if itemsize == 4:  # parts of as many bytes
         tile = tile._replace(split=min(2 * tile.split, 4))
     m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
     consumers = tile.bm // tuning.HEIGHT
     constants = {
+        "CHOICES": choices, "GATHERED": gathered,
         "CONSUMERS": consumers, "BN": tile.bn, "BK": tile.bk, "STAGES": tile.stages, "SPLIT": tile.split,
         "BUFFERS": hopper_products.buffers(tile, tile.split, itemsize),
         "LAST": hopper_products.last_columns(n, tile.bn),

@@ -6,6 +6,7 @@ Shapes: E experts, Y planes (gate, up); BM x BN x BK a tile.
 from __future__ import annotations
 
 from foundry_moe_kernels.hopper_tiles import (
+    GATHERERS,
     HEIGHT,
     WRAP,
     expect_parts,
@@ -17,6 +18,7 @@ from foundry_moe_kernels.hopper_tiles import (
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
@@ -45,39 +47,74 @@ def _inner_place(tile, work, BK: gl.constexpr):
 
 @gluon.jit
 def _inner_producer(
-    a_desc, b_desc, ring, work,
-    CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, b_desc, ring, work, tokens,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
     _, _, num_experts, planes, m_tiles, n_tiles, _, height = work
     SIDES: gl.constexpr = CONSUMERS - 1
+    SIDE: gl.constexpr = BN // SIDES
+    WIDTH: gl.constexpr = HEIGHT if GATHERED == "a" else SIDE
+    if GATHERED != "":
+        x_ptr, x_stride, source_ptr = tokens
+        # 128 bytes of a row side by side: a stage's swizzle spreads them over all banks
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GATHERERS, 1], [1, 0])
+        rows = gl.arange(0, BK, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_experts * planes * m_tiles * n_tiles, gl.num_programs(0)):
         _, start, size, steps, plane, m, n = _inner_place(tile, work, BK)
         column = m * (CONSUMERS * HEIGHT)
         parts = gl.minimum(gl.cdiv(height - column, HEIGHT), CONSUMERS)
+        if GATHERED != "":
+            first = x_ptr + (column if GATHERED == "a" else n * BN)
+            source = gl.load(source_ptr + start + rows, mask=rows < size, other=0)
         for step in range(steps):
             y = start + size
             x = WRAP - size + step * BK
+            if GATHERED != "":
+                pointers = first + (source // CHOICES).to(gl.int64)[:, None] * x_stride + columns[None, :]
+                inside = (step * BK + rows < size)[:, None]  # other rows become zeros
+                following = (step + 1) * BK + rows
+                source = gl.load(source_ptr + start + following, mask=following < size, other=0)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             ready = full.index(stage)
-            expect_parts(ready, a_desc, b_desc, parts, CONSUMERS)
-            for part in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
-                    a_desc, [plane, WRAP, y, x, column + part * HEIGHT], ready,
-                    a_ring.index(stage * CONSUMERS + part), pred=part < parts,
-                )  # fmt: skip
-            for side in gl.static_range(SIDES):
-                tma.async_copy_global_to_shared(
-                    b_desc, [0, WRAP, y, x, n * BN + side * (BN // SIDES)], ready, b_ring.index(stage * SIDES + side)
-                )
+            if GATHERED == "a":
+                mbarrier.expect(ready, SIDES * b_desc.block_type.nbytes)
+            elif GATHERED == "b":
+                expect_parts(ready, a_desc, b_desc, parts, CONSUMERS, False)
+            else:
+                expect_parts(ready, a_desc, b_desc, parts, CONSUMERS)
+            if GATHERED != "a":
+                for part in gl.static_range(CONSUMERS):
+                    tma.async_copy_global_to_shared(
+                        a_desc, [plane, WRAP, y, x, column + part * HEIGHT], ready,
+                        a_ring.index(stage * CONSUMERS + part), pred=part < parts,
+                    )  # fmt: skip
+            if GATHERED != "b":
+                for side in gl.static_range(SIDES):
+                    tma.async_copy_global_to_shared(
+                        b_desc, [0, WRAP, y, x, n * BN + side * SIDE], ready, b_ring.index(stage * SIDES + side)
+                    )
+            if GATHERED != "":
+                for part in gl.static_range(CONSUMERS if GATHERED == "a" else SIDES):
+                    box = (
+                        a_ring.index(stage * CONSUMERS + part)
+                        if GATHERED == "a"
+                        else b_ring.index(stage * SIDES + part)
+                    )
+                    async_copy.async_copy_global_to_shared(
+                        box.reshape([BK, WIDTH]), pointers + part * WIDTH, mask=inside
+                    )
+                async_copy.mbarrier_arrive(ready, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
 def _inner_consumer(
-    c_desc, ring, work, buffers, PART: gl.constexpr, CONSUMERS: gl.constexpr,
+    c_desc, ring, work, buffers, PART: gl.constexpr, GATHERED: gl.constexpr, CONSUMERS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     LAST: gl.constexpr,
 ):  # fmt: skip
@@ -92,12 +129,12 @@ def _inner_consumer(
             stage, phase = skip(ring, stage, phase, steps, STAGES)
         elif LAST == BN or n < n_tiles - 1:
             stage, phase = multiply_and_store(
-                ring, stage, phase, steps, c_desc, place, n * BN, buffers, PART, CONSUMERS, True, False, False,
+                ring, stage, phase, steps, c_desc, place, n * BN, buffers, PART, CONSUMERS, True, False, GATHERED,
                 BN, BK, STAGES, SPLIT, BN
             )  # fmt: skip
         else:
             stage, phase = multiply_and_store(
-                ring, stage, phase, steps, c_desc, place, n * BN, buffers, PART, CONSUMERS, True, False, False,
+                ring, stage, phase, steps, c_desc, place, n * BN, buffers, PART, CONSUMERS, True, False, GATHERED,
                 BN, BK, STAGES, SPLIT, LAST
             )  # fmt: skip
     tma.store_wait(0)
@@ -105,29 +142,37 @@ def _inner_consumer(
 
 @gluon.jit(do_not_specialize=["num_experts", "planes", "m_tiles", "n_tiles", "grouped", "height"])
 def inner_kernel(
-    a_desc, b_desc, c_desc, offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped, height,
-    CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    BUFFERS: gl.constexpr, LAST: gl.constexpr,
+    a_desc, b_desc, c_desc, offsets_ptr, order_ptr, x_ptr, source_ptr, x_stride,
+    num_experts, planes, m_tiles, n_tiles, grouped, height,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """offsets_ptr: int32 [E], the row after the last one of each expert; order_ptr: int32 [E], most rows first.
 
-    height: rows of a result; a part past them is skipped. LAST: see `rows_kernel`.
+    height: rows of a result; a part past them is skipped. LAST: see `rows_kernel`. GATHERED: "a" or "b", row r of this
+    operand is token source[r] // CHOICES of x (its width a multiple of the tile's); "" = both come by their maps.
     """
-    ring = rings(a_desc, b_desc, STAGES, CONSUMERS, False)
+    ring = rings(a_desc, b_desc, STAGES, CONSUMERS, GATHERED != "")
     first = store_buffers(c_desc, BUFFERS)
     second = store_buffers(c_desc, BUFFERS)
     work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped, height)
+    tokens = (x_ptr, x_stride, source_ptr)
+    LATE: gl.constexpr = GATHERED != ""
     if CONSUMERS == 2:
+        LOADERS: gl.constexpr = GATHERERS if LATE else 1
+        MOST: gl.constexpr = 232 if LATE else 240
+        LEAST: gl.constexpr = 40 if LATE else 24
         gl.warp_specialize([
-            (_inner_consumer, (c_desc, ring, work, first, 0, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_consumer, (c_desc, ring, work, second, 1, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_producer, (a_desc, b_desc, ring, work, CONSUMERS, BN, BK, STAGES)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (_inner_consumer, (c_desc, ring, work, first, 0, LATE, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_consumer, (c_desc, ring, work, second, 1, LATE, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_producer, (a_desc, b_desc, ring, work, tokens, CHOICES, GATHERED, CONSUMERS, BN, BK, STAGES)),
+        ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
     else:
+        gl.static_assert(GATHERED == "")
         third = store_buffers(c_desc, BUFFERS)
         gl.warp_specialize([
-            (_inner_consumer, (c_desc, ring, work, first, 0, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_consumer, (c_desc, ring, work, second, 1, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_consumer, (c_desc, ring, work, third, 2, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_producer, (a_desc, b_desc, ring, work, CONSUMERS, BN, BK, STAGES)),
+            (_inner_consumer, (c_desc, ring, work, first, 0, False, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_consumer, (c_desc, ring, work, second, 1, False, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_consumer, (c_desc, ring, work, third, 2, False, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_producer, (a_desc, b_desc, ring, work, tokens, CHOICES, GATHERED, CONSUMERS, BN, BK, STAGES)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

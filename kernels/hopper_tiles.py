@@ -117,9 +117,9 @@ def multiply(
 
 
 @gluon.jit
-def expect_parts(ready, a_desc, b_desc, parts, CONSUMERS: gl.constexpr):
+def expect_parts(ready, a_desc, b_desc, parts, CONSUMERS: gl.constexpr, WITH_B: gl.constexpr = True):
     """Announces a stage's bytes: a box of A for each of the tile's parts that has rows, and one of B for each side."""
-    b_bytes: gl.constexpr = (CONSUMERS - 1) * b_desc.block_type.nbytes
+    b_bytes: gl.constexpr = (CONSUMERS - 1) * b_desc.block_type.nbytes if WITH_B else 0
     for count in gl.static_range(1, CONSUMERS + 1):
         mbarrier.expect(ready, count * a_desc.block_type.nbytes + b_bytes, pred=parts == count)
 

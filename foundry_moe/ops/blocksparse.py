@@ -91,8 +91,7 @@ def _up(
 def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
     """z_RF, without an activation."""
     if plan.kernels == "hopper":
-        tokens = tokens_of(x_TD, plan)
-        rows = gather(x_TD, plan)[None] if tokens is None else tokens
+        rows = tokens_of(x_TD, plan) or gather(x_TD, plan)
         return hopper.rows_product(rows, (weight,), plan.ragged, transposed=True)
     x_RD = gather(x_TD, plan)
     topology = plan.topology_of(weight.shape[1])
@@ -110,7 +109,7 @@ def _down(
     if plan.rows == 0:
         return h_W.new_zeros(plan.row_TK.shape[0], w2.shape[1])
     if plan.kernels == "hopper":
-        y_RD = hopper.rows_product(h_W[None], (w2,), plan.ragged, transposed=True)
+        y_RD = hopper.rows_product(h_W, (w2,), plan.ragged, transposed=True)
     else:
         y_RD = products.dsd(h_W, w2, plan.topology, trans_b=w2.dim() == 3, tf32=tf32_allowed(), zero_tail=False)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK)
@@ -149,18 +148,20 @@ def _down_backward_into(
     turned = w2.dim() == 3 and w2.stride(-1) != 1  # as it lies, the gradient is that of w2.mT
     dw2 = torch.empty_like(w2, dtype=dtype)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    dy_RD = gather(aligned(dy_TD), plan)
+    dy_TD = aligned(dy_TD)
     # In both families dh takes the memory that the weighted h has afterwards. The combine weights enter with the
     # activation's backward pass, so that no product is computed for their gradient.
     if plan.kernels == "hopper":
-        ragged = plan.ragged
+        ragged, taken = plan.ragged, tokens_of(dy_TD, plan, backward=True) or gather(dy_TD, plan)
         h_W, dots = hopper.down_backward_(
-            dy_RD, w2, z_YW, ragged, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_YW
+            taken, w2, z_YW, ragged, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs, out=dz_YW
         )
-        outer = (h_W[None], dy_RD) if turned else (dy_RD[None], h_W)
-        hopper.weight_gradient(*outer, ragged, out=(dw2.mT if turned else dw2)[None])
+        if turned:
+            hopper.weight_gradient(h_W, taken, ragged, out=dw2.mT[None])
+        else:
+            hopper.weight_gradient(taken, h_W, ragged, out=dw2[None])
     else:
-        topology, stacked = plan.topology, w2.dim() == 3
+        topology, stacked, dy_RD = plan.topology, w2.dim() == 3, gather(dy_TD, plan)
         h_W = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=tf32_allowed(), zero_tail=False)
         if topology.uniform:
             dots = pointwise.activation_backward_(
@@ -198,30 +199,27 @@ def _up_backward(
         ragged = plan.ragged
     else:
         topology = plan.topology_of(dz_YW.shape[2]) if plan.pairs else plan.topology
-    x_RD = None
+    x_RD: Tensor | hopper.Tokens | None = tokens_of(x_TD, plan, backward=True)
     if needs_dx:
         if on_hopper:
-            beside = None
-            tokens = tokens_of(x_TD, plan)
-            # the product copies x's rows for the weights' gradient
-            if tokens is not None and hopper.copies(tokens, dz_YW.shape[0] * dz_YW.shape[2]):
+            beside, tokens = None, tokens_of(x_TD, plan)
+            if x_RD is None and tokens is not None and hopper.copies(tokens):
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
-                beside = (tokens, x_RD)
+                beside = (tokens, x_RD)  # the product copies x's rows for the weights' gradient
             dx_RD = hopper.rows_product(dz_YW, weights, ragged, transposed=False, beside=beside)
         else:
             dx_RD = products.dsd(tuple(dz_YW), weights, topology, tf32=tf32_allowed(), zero_tail=False)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
     dw1, dw_Y = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
-    # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
-    # shape: 0.7 against 0.2 ms)
     for columns in [slice(None)] if x_RD is not None else column_parts(plan, x_TD, dw1):
         rows = gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if on_hopper and turned:
-            hopper.weight_gradient(rows[None], dz_YW[0], ragged, out=dw_Y.mT[:, :, columns])
+            hopper.weight_gradient(rows, dz_YW[0], ragged, out=dw_Y.mT[:, :, columns])
         elif on_hopper:
             hopper.weight_gradient(dz_YW, rows, ragged, out=dw_Y[..., columns])
         else:
+            assert isinstance(rows, Tensor)
             stacked = w1.dim() == 3
             for dz_W, dw in zip(dz_YW, dw_Y, strict=True):
                 out = dw[..., columns]
@@ -234,7 +232,7 @@ def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
     """[E, F]: each expert's rows added up, as the product with a column of ones."""
     ones_R8 = dz_RF.new_ones(plan.rows, 8)  # 16 bytes of a 16-bit type, which the kernels need of a row
     if plan.kernels == "hopper":
-        sums_E8F = hopper.weight_gradient(ones_R8[None], dz_RF, plan.ragged)[0]
+        sums_E8F = hopper.weight_gradient(ones_R8, dz_RF, plan.ragged)[0]
     else:
         sums_E8F = products.dsd(ones_R8, dz_RF, plan.topology_of(8), trans_s=True, stacked=True)
     return sums_E8F[:, 0].contiguous()  # as a compiled graph expects a new tensor

@@ -74,7 +74,7 @@ def _weight_gradient(a_RM: Tensor, b_RN: Tensor, offsets_E: Tensor, plain: bool)
     if not takes_hopper(a_RM.device, a_RM.dtype, width, b_RN.shape[1]):
         topology = topology_of(offsets_E, rows, width)
         return products.dsd(a_RM, b_RN, topology, trans_s=True, stacked=True, tf32=tf32_allowed())
-    return expert_products.weight_gradient(a_RM[None], b_RN, expert_products.ragged_rows(offsets_E, rows))[0]
+    return expert_products.weight_gradient(a_RM, b_RN, expert_products.ragged_rows(offsets_E, rows))[0]
 
 
 @operator(

@@ -168,9 +168,10 @@ def gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
     return permute_kernels.permute(x_TD, plan.row_TK, None, plan.rows)
 
 
-def tokens_of(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens | None:
+def tokens_of(x_TD: Tensor, plan: ExpertPlan, *, backward: bool = False) -> hopper.Tokens | None:
     """The rows of x for Hopper products that gain by gathering tokens themselves; None for others."""
-    return as_tokens(x_TD, plan) if hopper.gathers(x_TD, plan.widths[0]) else None
+    gathers = plan.kernels == "hopper" and hopper.gathers(x_TD, plan.widths[0], backward=backward)
+    return as_tokens(x_TD, plan) if gathers else None
 
 
 def as_tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from foundry_moe_kernels import expert_products as hopper
 from foundry_moe_kernels import permute as permute_kernels
-from foundry_moe_kernels.expert_products import LowRank, Tokens
+from foundry_moe_kernels.expert_products import LowRank
 from foundry_moe_kernels.low_rank import Factors, columns_of, hidden_backward_, outer, pack, project
 from torch import Tensor
 from torch.nn import functional as F
@@ -145,7 +145,7 @@ def _backward_(
     )
     assert down_v_RL is not None
     dh_RF = hopper.rows_product(
-        dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (aligned(frozen.w2),), ragged,
+        dy_RD, (aligned(frozen.w2),), ragged,
         transposed=False, low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
     )  # fmt: skip
     del dy_RD

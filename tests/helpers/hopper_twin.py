@@ -105,11 +105,18 @@ def _rows(
 
 def _inner(
     a_map: TensorMap, b_map: TensorMap, c_map: TensorMap, offsets_E: Tensor, order_E: Tensor,
+    x: Tensor | None, source_R: Tensor | None, x_stride: int,
     experts: int, planes: int, m_tiles: int, n_tiles: int, grouped: int, height: int, **constants: Any,
 ) -> None:  # fmt: skip
     """`hopper_inner.inner_kernel`."""
-    ends = offsets_E.tolist()
-    a, b, c = _ragged(a_map, ends[-1]), _ragged(b_map, ends[-1])[0], _plain(c_map)[0]
+    ends, gathered = offsets_E.tolist(), constants["GATHERED"]
+    tokens = None
+    if gathered:
+        assert x is not None and source_R is not None and x_stride == x.stride(0) and x.shape[1] % 256 == 0
+        tokens = x[source_R[: ends[-1]].long() // constants["CHOICES"]]
+    a = tokens[None] if gathered == "a" else _ragged(a_map, ends[-1])
+    b = tokens if gathered == "b" else _ragged(b_map, ends[-1])[0]
+    c = _plain(c_map)[0]
     consumers = constants["CONSUMERS"]
     assert a.shape[2] == height <= m_tiles * consumers * tuning.HEIGHT and b.shape[1] <= n_tiles * constants["BN"]
     assert c.shape[:2] == (planes, experts) and a_map[4][3:] == (constants["BK"], tuning.HEIGHT)

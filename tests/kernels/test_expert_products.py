@@ -178,15 +178,17 @@ def test_tokens_give_the_bits_of_copied_rows(loads, stages, split, choices):
     tokens = ep.Tokens(x_TD=x, source_R=source, choices=choices)
     w1, v1 = (new(len(loads), F, width, scale=width**-0.5) for _ in range(2))
     w2 = new(len(loads), width, F, scale=F**-0.5)
-    z = new(2, ROWS, F)
+    z = poison(new(2, ROWS, F), used, 1)
     tile = Tile(stages=stages, split=split, group=3)
 
     def products(a):
-        planes = a[None] if a is copied else a
         yield from (part[..., :used, :] for part in ep.up(a, (w1, v1), rows, "silu", tile=tile))
         yield from (part[..., :used, :] for part in ep.up(a, (w1,), rows, "gelu", tile=tile))
-        yield ep.rows_product(planes, (w1,), rows, transposed=True, tile=tile)[:used]
-        yield ep.rows_product(planes, (w2,), rows, transposed=False, tile=tile)[:used]
+        yield ep.rows_product(a, (w1,), rows, transposed=True, tile=tile)[:used]
+        yield ep.rows_product(a, (w2,), rows, transposed=False, tile=tile)[:used]
+        yield ep.weight_gradient(a, z[0], rows, tile=tile)
+        yield ep.weight_gradient(z, a, rows, tile=tile)
+        yield ep.weight_gradient(z, a, rows, tile=tile, out=torch.empty(2, len(loads), F, width, device=DEVICE))
 
     for first, second in zip(products(copied), products(tokens), strict=True):
         assert torch.isfinite(first).all()
@@ -201,7 +203,7 @@ def test_tokens_give_the_bits_of_copied_rows(loads, stages, split, choices):
 
 def test_tokens_are_taken_uncopied_by_narrow_experts():
     x = new(4, 512).to(torch.bfloat16)
-    assert ep.gathers(x, 1024)
+    assert ep.gathers(x, 1024) and ep.gathers(x, 768, backward=True) and not ep.gathers(x, 769, backward=True)
     assert not ep.gathers(x, 1025) and not ep.gathers(x[:, :264], 512) and not ep.gathers(x[:0], 512)
 
 

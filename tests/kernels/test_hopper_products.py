@@ -24,8 +24,11 @@ ep.rows_product(x[None], (w,), rows, transposed=True, tile=tile)
 ep.rows_product(tokens, (w,), rows, transposed=True, tile=tile)
 ep.up(x, (w, v), rows, "silu", tile=tile)
 ep.up(tokens, (w, v), rows, "silu", tile=tile)
+ep.up(tokens, (w, v), rows, "gelu", tile=tile)
 ep.rows_product(h[None].repeat(2, 1, 1), (w, v), rows, transposed=False, tile=tile, beside=(tokens, x.clone()))
 ep.weight_gradient(h[None], x, rows, tile=tile)
+ep.weight_gradient(h[None], tokens, rows, tile=tile)
+ep.weight_gradient(tokens, h, rows, tile=tile)
 up_low = ep.LowRank(a_RL=x[:, :32].contiguous(), b=both[..., :32].contiguous())
 ep.up(tokens, (w, v), rows, "silu", tile=tile, low=up_low)
 for a, weights, width in ((tokens, (w.mT.contiguous(),), 1024), (h[None].repeat(2, 1, 1), (w, v), 512)):
@@ -50,7 +53,7 @@ def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
     widths = []
     for width in ep._GATHER_WIDTHS:
         x_TD = torch.zeros(2, width, dtype=torch.bfloat16)
-        if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1), 2048):
+        if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1)):
             make, *given = ep.descriptors.row_map(x_TD)
             make(*given)  # raises for a box that Triton does not take
             widths.append(width)
@@ -67,9 +70,10 @@ def test_last_tile_is_as_narrow_as_what_is_left():
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = compile_for(90, COMPILE)
     # four instructions a step of 64 in each of two parts, two for one of 32, and as many for a narrow last tile
-    assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [12] * 3 + [16] * 4 + [8, 16, 16]
+    assert [kernel.hopper_products for kernel in kernels] == [8] * 9 + [12] * 3 + [16] * 4 + [8, 16, 16]
     assert not misfits(kernels, 90)
     tall = compile_for(90, COMPILE.replace("Tile(", "Tile(bm=192, "))
     # of three parts and two sides; products of tokens have two consumers still
-    assert [kernel.hopper_products for kernel in tall] == [24, 8, 24, 8, 8, 24, 12, 12, 36, 36, 36, 36, 36, 24, 36, 36]
+    up_to_inner, low, narrow = [8, 24, 8, 8, 8, 24, 8, 8], [12, 12, 36], [36, 36, 36, 36, 24, 36, 36]
+    assert [kernel.hopper_products for kernel in tall] == [24, *up_to_inner, *low, *narrow]
     assert not misfits(tall, 90)

@@ -5,6 +5,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width.
 
 import pytest
 import torch
+from foundry_moe_kernels import expert_products
 from foundry_moe_kernels.descriptors import GLUON
 from torch import Tensor
 from torch.nn import functional as F
@@ -142,6 +143,17 @@ def test_recompute_gives_the_bits_of_save(kernels, gate_up):
     save, recompute = (gradients(packed(leaf, gate_up, "silu", memory), leaf) for memory in ("save", "recompute"))
     for name in save:
         assert torch.equal(save[name], recompute[name]), name
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_products_that_gather_tokens_give_the_bits_of_copied_rows(kernels, transposed, monkeypatch):
+    monkeypatch.setitem(globals(), "D", 256)
+    leaf, found = operands("concatenated", transposed, False, DTYPES[-1]), {}
+    for gathers in (False, True):
+        monkeypatch.setattr(expert_products, "gathers", lambda *_, backward=False, gathers=gathers: gathers)
+        found[gathers] = gradients(packed(leaf, "concatenated", "silu"), leaf)
+    for name, copied in found[False].items():
+        assert torch.equal(copied, found[True][name]), name
 
 
 def test_halves_of_one_tensor_give_the_results_of_two_tensors(kernels):
