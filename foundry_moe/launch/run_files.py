@@ -40,6 +40,9 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     name = section(run, "tokenizer").get("name")
     if isinstance(name, str) and _is_path(name) and not Path(name).exists():
         found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
+    facts = section(run, "callbacks", "run_report").get("facts")
+    if not found and facts and not Path(facts).is_file():  # the demo's are written with its data
+        found.append(f"callbacks.run_report.facts ({facts}): there is no such file; correct the path, or leave it out")
     return found
 
 

@@ -272,10 +272,14 @@ def test_auto_is_offered_where_the_mesh_can_be_auto() -> None:
     assert experts.endswith("override model.moe.mesh.shard=3, or model.moe.mesh=auto, with which")
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_or_facts_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
+    report = {"run_report": {"facts": "none.json"}}
+    (said,) = missing_files({"callbacks": report})
+    assert said.startswith("callbacks.run_report.facts (none.json): there is no such file")
     (tmp_path / "data").mkdir()
+    (said,) = missing_files({"callbacks": report, "tokenizer": {"name": "/nowhere"}})  # not a second for the same data
     for name in ("data/tokenizer", "./tokenizer", "/nowhere"):
         assert missing_files({"tokenizer": {"name": name}})[0].startswith(f"tokenizer.name ({name}): there is no such")
 
