@@ -245,6 +245,17 @@ def test_kept_gradients_are_held_whole_until_the_last_microbatch() -> None:
     assert (part - once, whole - kept) == (pytest.approx(4 / 2), pytest.approx(4))
 
 
+@pytest.mark.parametrize(("length", "moment"), [(64, "gradients and a layer"), (4096, "activations and logits")])
+def test_gradients_have_the_dtype_of_master_weights(length: int, moment: str) -> None:
+    short = {"max_seq_len": length, "model__moe__mesh": {"expert": 1}, "global_train_batch_size": 16}
+    held = []
+    for dtype in ("fp32", "bf16"):
+        run = load("yamls/bench/olmoe_1b_7b.yaml", **short, model__master_weights_dtype=dtype)
+        plan = planned(run, gpus=2, per_node=2, gib=141)
+        held.append(plan.memory[moment])
+    assert held[0] - held[1] == pytest.approx((4 - 2) * plan.shape.num_params / 2)
+
+
 @pytest.mark.parametrize(("mesh", "laid_out"), [((2, 1, 2), 8 + 8), ((1, 1, 2), 0)])
 def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int, int, int], laid_out: int) -> None:
     widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
