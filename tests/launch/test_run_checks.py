@@ -438,6 +438,18 @@ def test_rows_are_not_added_to_weights_that_are_not_there(size: int | None, coun
         assert found[1].endswith("model.allow_embedding_resizing draws rows: use save_frozen: true")
 
 
+def test_rows_are_counted_before_a_model_of_the_hub_is_built(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, file: asked.append(file) or str(tmp_path / file))
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": "nobody/model", "allow_embedding_resizing": True}
+    run = {"model": model, "tokenizer": {"name": "nobody/tokenizer"}}
+    assert not file_mistakes(run) and not asked  # rows may be added
+    (found,) = file_mistakes({**run, "model": {**model, "init_device": "meta"}})
+    assert found.startswith("model.init_device (meta)") and asked == ["config.json", "tokenizer.json"]
+
+
 @pytest.mark.parametrize(("batch", "drop_last", "accepted"), [(7, True, True), (8, True, False), (8, False, True)])
 def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last: bool, accepted: bool, tmp_path: Path):
     (tmp_path / "train").mkdir()
