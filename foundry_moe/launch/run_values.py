@@ -220,7 +220,11 @@ def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
 
 def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     loads = section(run, "callbacks", "expert_load")
-    file, html = loads.get("file"), loads.get("html")
+    yield from load_file_mistakes(loads.get("file"), loads.get("html"))
+
+
+def load_file_mistakes(file: str | None, html: str | None) -> Iterator[str]:
+    """A sentence for each fault in the files of `expert_load`."""
     if html and not file:
         yield f"callbacks.expert_load.html ({html}) is a page of `file`: give file too"
     elif html and html == file:
