@@ -57,6 +57,7 @@ PART_RULES = {
         "attn_impl": "in attention_implementations",
         "attn_pdrop": "0 to 1",
         "kv_n_heads": ">= 1",
+        "attn_logit_softcapping": "> 0 or null",
     },
     "ffn_config": {"ffn_type": "in ffns"},
     "init_config": {"name": "in param_init_fns"},

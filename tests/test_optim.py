@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from composer.optim import DecoupledAdamW
@@ -12,6 +13,7 @@ from torch import nn
 
 from foundry_moe.optim import adamw
 from foundry_moe.optim.decoupled import DecoupledAdamWFused
+from foundry_moe.optim.muon import Muon
 
 pytestmark = pytest.mark.quick
 
@@ -160,3 +162,11 @@ def test_a_rate_given_as_a_tensor_keeps_its_first_value() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
     (group,) = optimizer.param_groups
     assert group["lr"] == pytest.approx(0.001) and group["initial_lr"] == pytest.approx(0.01)
+
+
+def test_numbers_of_numpy_are_taken_as_pythons() -> None:
+    given = {"lr": np.float32(0.5), "weight_decay": np.float32(0.25), "eps": np.float64(1e-8)}
+    for optimizer in (DecoupledAdamWFused, Muon):
+        (group,) = optimizer([nn.Parameter(torch.ones(3))], **given).param_groups
+        assert {key: type(group[key]) for key in given} == dict.fromkeys(given, float)
+        assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1e-8)

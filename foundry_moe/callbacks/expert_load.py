@@ -17,10 +17,11 @@ from composer.utils import create_interval_scheduler, dist
 from torch import Tensor
 
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
+from foundry_moe.launch.run_values import load_file_mistakes
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
-from foundry_moe.schema import UserError, checks_keys
+from foundry_moe.schema import UserError, checks_keys, raise_mistakes
 from foundry_moe.times import parse_time
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class ExpertLoad(Callback):
         html: where the page of `file` goes; `foundry-moe loads FILE.jsonl --html OUT` makes one at any time.
 
     Raises:
-        ValueError: an unknown key, an invalid interval, or `html` without `file`.
+        ValueError: an unknown key, an invalid interval, `file` that is a URI, or `html` without another `file`.
     """
 
     @checks_keys("callbacks.expert_load")
@@ -126,8 +127,7 @@ class ExpertLoad(Callback):
         file: str | None = None,
         html: str | None = None,
     ) -> None:
-        if html and not file:
-            raise UserError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
+        raise_mistakes(load_file_mistakes(file, html))
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.per_layer = per_layer
         self.shares = shares

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from foundry_moe.loads.history import collapse_entropy
-from foundry_moe.schema import UserError
 
 PATIENCE = 2  # looks in a row
 
@@ -26,14 +25,9 @@ class LoadFile:
 
     Attributes:
         start: batches before the first that this run counts; None = those before its first line.
-
-    Raises:
-        ValueError: the path is a URI.
     """
 
     def __init__(self, path: str) -> None:
-        if "://" in path:
-            raise UserError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
         self.path = Path(path).expanduser()
         self.start: int | None = None
         self._opened = False

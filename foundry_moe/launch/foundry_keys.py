@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.schema import KINDS, UserError, caught, fits, nearest, one_of, refuse_unknown, section
+from foundry_moe.schema import KINDS, UserError, caught, fits, nearest, one_of, refuse_unknown, section, yaml_value
 
 MPT_VOCABULARY = 50368  # LLM Foundry's default of `vocab_size`
 # names of this package, for a checkout that is not installed
@@ -165,7 +165,9 @@ class _Walk:
                 one_of(where, value, known_names(rest[0]))
         elif sign == ">=" and not (fits(value, float) and value >= int(rest[0])):
             raise UserError(f"{where} ({value!r}) must be {rest[0]} or more")
-        elif sign == ">" and not (value in rest[1:] or (fits(value, float) and int(rest[0]) < value <= _most(rest))):
+        elif sign == ">" and not (
+            yaml_value(value) in rest[1:] or (fits(value, float) and int(rest[0]) < value <= _most(rest))
+        ):
             raise UserError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
         elif sign == "0" and not (fits(value, float) and 0 <= value <= 1):
             raise UserError(f"{where} ({value!r}) must be a probability, from 0 to 1")

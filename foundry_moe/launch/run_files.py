@@ -40,6 +40,9 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     name = section(run, "tokenizer").get("name")
     if isinstance(name, str) and _is_path(name) and not Path(name).exists():
         found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
+    facts = section(run, "callbacks", "run_report").get("facts")
+    if not found and facts and not Path(facts).is_file():  # the demo's are written with its data
+        found.append(f"callbacks.run_report.facts ({facts}): there is no such file; correct the path, or leave it out")
     return found
 
 
@@ -143,17 +146,20 @@ def _tokens_of_first(path: Path, shard: Mapping[str, Any], kind: str) -> int:
 def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     """A sentence if the tokenizer has more tokens than the model, where both are on this machine.
 
-    With `allow_embedding_resizing`, for each key that excludes it.
+    With `allow_embedding_resizing`, for each key that excludes it; then files that are not here are downloaded.
     """
     model = section(run, "model")
     source = model.get("pretrained_model_name_or_path")
+    resizes = source is not None and model.get("allow_embedding_resizing")
+    excluded = [*_resizing_mistakes(run)] if resizes else []
     if model.get("name") in MPTS:
         size = model.get("vocab_size", MPT_VOCABULARY)
     elif source is None:
         return
     else:
-        size = section(model, "config_overrides").get("vocab_size", local_json(source, "config.json").get("vocab_size"))
-    tokenizer = local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
+        config = local_json(source, "config.json", download=bool(excluded))
+        size = section(model, "config_overrides").get("vocab_size", config.get("vocab_size"))
+    tokenizer = local_json(section(run, "tokenizer").get("name"), "tokenizer.json", download=bool(excluded))
     words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
     if not isinstance(words, dict | list) or not isinstance(size, int):
         return
@@ -162,8 +168,8 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     tokens = 1 + max((number for number in ids if isinstance(number, int)), default=-1)
     if tokens <= size:
         return
-    if source is not None and model.get("allow_embedding_resizing"):
-        yield from _resizing_mistakes(run)
+    if resizes:
+        yield from excluded
     else:
         fix = f"set model.vocab_size to {tokens} or more"
         if source is not None:
@@ -185,18 +191,17 @@ def _resizing_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def local_json(name: object, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder, or of the hub's cache; empty if none can be read."""
+def local_json(name: object, file: str, *, download: bool = False) -> dict[str, Any]:
+    """A JSON file of a model's folder, the hub's cache or, with `download`, the hub; empty if it cannot be read."""
     if not isinstance(name, str):
         return {}
     path: Any = Path(name) / file
     if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         try:
-            path = try_to_load_from_cache(name, file)
-        except HFValidationError:
+            path = (hf_hub_download if download else try_to_load_from_cache)(name, file)
+        except (OSError, ValueError):  # the hub's: not a name; no such file; no network
             return {}
     try:
         found = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else {}

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from foundry_moe.config import AUTO, MoEConfig, check_batch_size
-from foundry_moe.launch.foundry_keys import MPTS, table
+from foundry_moe.launch.foundry_keys import MPTS, OURS, table
 from foundry_moe.launch.run_files import datasets, loaders, local_json
 from foundry_moe.launch.run_times import time_mistakes
 from foundry_moe.optim.values import value_mistakes
@@ -119,13 +119,22 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
     sizes |= {key: model[key] for key in sizes if key in model}
     if not all(_is_least(size, 1) for size in sizes.values()):
         return
-    layers = sizes["n_layers"]
-    yield from _heads(model, section(model, "attn_config"), sizes["d_model"], sizes["n_heads"])
+    attention = section(model, "attn_config")
+    yield from _heads(model, attention, sizes["d_model"], sizes["n_heads"])
+    if attention.get("qk_ln") and attention.get("qk_gn"):
+        yield "model.attn_config: qk_ln and qk_gn are alternatives: delete one"
+    sdpa = attention.get("attn_impl", "sdpa" if model["name"] in OURS["models"] else "flash") == "sdpa"
+    if sdpa and attention.get("attn_logit_softcapping") is not None:
+        yield "model.attn_config.attn_logit_softcapping: attn_impl sdpa does not support it: use attn_impl: torch"
     if config is not None:
-        yield from _layers(run, config, layers)
-    if config is not None and config.init == "upcycle":
-        width = section(model, "ffn_config").get("ffn_hidden_size")
-        yield from _upcycled(run, config, width or int(sizes["d_model"] * model.get("expansion_ratio", 4)))
+        yield from _layers(run, config, sizes["n_layers"])
+    width = section(model, "ffn_config").get("ffn_hidden_size") or sizes["d_model"] * model.get("expansion_ratio", 4)
+    if not fits(width, float):
+        return
+    if width % 1:
+        yield f"model.expansion_ratio times d_model, or ffn_config.ffn_hidden_size, must be a whole number, not {width}"
+    elif config is not None and config.init == "upcycle":
+        yield from _upcycled(run, config, int(width))
 
 
 def _layers(run: Mapping[str, Any], config: MoEConfig, layers: int | None) -> Iterator[str]:
@@ -211,7 +220,11 @@ def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
 
 def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     loads = section(run, "callbacks", "expert_load")
-    file, html = loads.get("file"), loads.get("html")
+    yield from load_file_mistakes(loads.get("file"), loads.get("html"))
+
+
+def load_file_mistakes(file: str | None, html: str | None) -> Iterator[str]:
+    """A sentence for each fault in the files of `expert_load`."""
     if html and not file:
         yield f"callbacks.expert_load.html ({html}) is a page of `file`: give file too"
     elif html and html == file:

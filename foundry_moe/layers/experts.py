@@ -231,6 +231,17 @@ class MixedExperts(ExpertsBase):
         self.v1_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if self.gated else None
         self.w2_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # torch's, beside the keys
+            destination._metadata[prefix[:-1]]["widths"] = self.widths
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Reports other widths of the same sum, whose tensors have the same shapes, as torch reports other shapes."""
+        if (widths := local_metadata.get("widths", self.widths)) == self.widths:
+            return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        rest[-1].append(f"{prefix[:-1]} has experts of widths {self.widths}, and the state dict of {widths}")
+
     def rows_of(self, experts: range) -> range:
         """The rows of consecutive experts."""
         return range(self.ends[experts.start], self.ends[experts.stop])

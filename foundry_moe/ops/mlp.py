@@ -18,7 +18,7 @@ from foundry_moe.ops.blocksparse import expert_down, expert_recompute, expert_up
 from foundry_moe.ops.expert_plan import check_kinds, plan_experts
 from foundry_moe.ops.lora import Adapters, lora_mlp, supports
 from foundry_moe.ops.operators import is_traced
-from foundry_moe.ops.permute import PermutePlan
+from foundry_moe.ops.permute import PermutePlan, check_planned
 from foundry_moe.ops.unfused import POINTWISE, unfused_mlp
 
 
@@ -179,11 +179,7 @@ def _check(
     gate_up: str | None = None,
 ) -> None:
     w1, v1, w2 = weights
-    planned = plan.row_TK.shape
-    if x_TD.dim() != 2 or x_TD.shape[0] != planned[0]:
-        raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [{planned[0]}, D]: the plan is for {planned[0]} tokens")
-    if weights_TK is not None and weights_TK.shape != planned:
-        raise ValueError(f"weights_TK {tuple(weights_TK.shape)} must be {tuple(planned)}, as the plan's choices are")
+    check_planned("x_TD", x_TD, plan.row_TK.shape[0], weights_TK, plan)
     experts = w1.shape[0] if widths is None else len(widths)
     if widths is not None:
         if adapters is not None:

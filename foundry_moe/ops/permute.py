@@ -77,8 +77,9 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
 def permute(x_TD: Tensor, plan: PermutePlan) -> Tensor:
     """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end.
 
-    Differentiable in `x_TD`, on a GPU once.
+    Differentiable in `x_TD`, on a GPU once. Raises ValueError if the plan is for another number of tokens.
     """
+    check_planned("x_TD", x_TD, plan.row_TK.shape[0], None, plan)
     return _Permute.apply(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
@@ -87,8 +88,24 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
 
     A token without choices gets zeros. None weighs all rows by one. Differentiable in `y_RD` and `weights_TK`, on a GPU
     once.
+
+    Raises:
+        ValueError: the plan is for another number of rows, or of choices.
     """
+    check_planned("y_RD", y_RD, plan.num_rows, weights_TK, plan)
     return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
+
+
+def check_planned(name: str, x_ND: Tensor, number: int, weights_TK: Tensor | None, plan: PermutePlan) -> None:
+    """Raises ValueError unless `x_ND` has `number` rows, and each choice of the plan a weight."""
+    planned = tuple(plan.row_TK.shape)
+    if x_ND.dim() != 2 or x_ND.shape[0] != number:
+        raise ValueError(
+            f"{name} {tuple(x_ND.shape)} must be [{number}, D]: the plan is for {planned[0]} tokens and "
+            f"{plan.num_rows} rows"
+        )
+    if weights_TK is not None and weights_TK.shape != planned:
+        raise ValueError(f"weights_TK {tuple(weights_TK.shape)} must be {planned}, as the plan's choices are")
 
 
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

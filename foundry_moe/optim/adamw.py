@@ -28,7 +28,9 @@ class FusedAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["lr"] = float(group["lr"])  # schedules change a tensor in place, which the initial lr would follow
+        # plain numbers: schedules change a tensor in place, which the initial lr would follow
+        group.update({key: value.item() for key, value in group.items() if hasattr(value, "item")})
+        group["lr"] = float(group["lr"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -115,6 +115,7 @@ def test_the_state_of_an_older_version_is_ignored():
         (ExpertLoad, {"interval": "often"}, r"callbacks.expert_load.interval \('often'\) must be a time such as 10ba"),
         (RunReport, {"interval": None}, r"callbacks.run_report.interval must be text such as '10ba', not None"),
         (ExpertLoad, {"intervall": "1ba"}, "expert_load.intervall is not a key of .*; did you mean 'interval'"),
+        (ExpertLoad, {"file": "a", "html": "a"}, r"expert_load.html \(a\) would replace `file`: give it another name"),
         (RunReport, {"promt": "The"}, "run_report.promt is not a key of .*; did you mean 'prompt'"),
         (RunReport, {"facts": "/nowhere/facts.json"}, r"run_report.facts \(/nowhere/facts.json\): .* leave it out"),
     ],

@@ -93,6 +93,7 @@ def test_train_checks_the_run_for_its_processes_before_it_starts_them(capsys, tm
         monkeypatch.setenv(name, "1")  # restored afterwards
     for name in ("tokenizer", "train", "val"):
         (tmp_path / name).mkdir()
+    (tmp_path / "facts.json").touch()
     run = [str(FOLDER / "demo/cpu.yaml"), f"variables.data={tmp_path}", "variables.run=runs/none"]
     code, _, error = outcome(capsys, "train", *run, "-n", "3")
     assert (code, error) == (2, "error: global_train_batch_size (4) must be a multiple of the number of GPUs (3)\n")
@@ -131,6 +132,7 @@ def test_a_check_says_what_a_run_is_or_one_line(capsys, tmp_path, monkeypatch):
     run, data = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
     for name in ("tokenizer", "train", "val"):
         (tmp_path / name).mkdir()
+    (tmp_path / "facts.json").touch()
     code, out, error = outcome(capsys, "check", run, data)
     assert (code, error) == (0, "")
     assert out.startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts, top 2") and out.count("\n") == 1

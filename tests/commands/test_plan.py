@@ -23,6 +23,11 @@ from tests.helpers.plans import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick
 
+REUSED = {
+    "order": [{"name": "default"}, {"repeat": 2, "order": [{"name": "reuse"}]}, {"name": "default"}],
+    "overrides": {"reuse": {"attn_config": {"reuse_kv_layer_idx": -1}}},
+}
+
 
 def planned(run: dict[str, Any], *, gpus: int, per_node: int, gib: float) -> RunPlan:
     return plan_run(run, Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB))
@@ -64,6 +69,8 @@ def test_yamls_are_all_planned() -> None:
         {"moe": {"num_experts": 4, "shared_expert_hidden_size": 24, "shared_expert_gate": True}},
         {"learned_pos_emb": True, "attn_config": {"rope": True, "rope_impl": "hf"}},
         {"learned_pos_emb": True, "attn_config": {"alibi": True}},
+        {"block_overrides": REUSED, "no_bias": False, "attn_config": {"qk_ln": True}},
+        {"block_overrides": REUSED, "no_bias": True, "attn_config": {"qk_gn": True}},
         {"head_dim": 24, "no_bias": False, "attn_config": {"fused_qkv": False}},
         {"moe": {"num_experts": 4, "activation": "gelu"}, "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}},
     ],
@@ -238,6 +245,17 @@ def test_kept_gradients_are_held_whole_until_the_last_microbatch() -> None:
     assert (part - once, whole - kept) == (pytest.approx(4 / 2), pytest.approx(4))
 
 
+@pytest.mark.parametrize(("length", "moment"), [(64, "gradients and a layer"), (4096, "activations and logits")])
+def test_gradients_have_the_dtype_of_master_weights(length: int, moment: str) -> None:
+    short = {"max_seq_len": length, "model__moe__mesh": {"expert": 1}, "global_train_batch_size": 16}
+    held = []
+    for dtype in ("fp32", "bf16"):
+        run = load("yamls/bench/olmoe_1b_7b.yaml", **short, model__master_weights_dtype=dtype)
+        plan = planned(run, gpus=2, per_node=2, gib=141)
+        held.append(plan.memory[moment])
+    assert held[0] - held[1] == pytest.approx((4 - 2) * plan.shape.num_params / 2)
+
+
 @pytest.mark.parametrize(("mesh", "laid_out"), [((2, 1, 2), 8 + 8), ((1, 1, 2), 0)])
 def test_gradients_of_experts_of_one_rank_are_added_as_they_come(mesh: tuple[int, int, int], laid_out: int) -> None:
     widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
@@ -300,6 +318,7 @@ def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], w
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        ({"model__block_overrides": {"order": [{"repeat": 2}]}}, "block_overrides must have `overrides` and `order`"),
         ({"model__name": "some_model"}, r"model.name \(some_model\): plan supports mpt_causal_lm, dmoe_causal_lm"),
         ({"model__moe": None}, "model.moe.num_experts is missing"),
         ({"model__moe": None, "model__name": "mpt_causal_lm"}, "the run has no experts"),

@@ -60,6 +60,15 @@ def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str,
         ("model.ffn_config={ffn_type: foo}", "ffn_type: 'foo' is not one of mptglu, mptmlp"),
         ("optimizer.param_groups=[{param_str_match: norm, betas: [2, 3]}]", r"param_groups.0.betas .* two numbers"),
         ("model.n_heads=3", r"model.n_heads \(3\) must divide model.d_model \(128\)"),
+        ("model.attn_config={qk_ln: true, qk_gn: true}", "^model.attn_config: qk_ln and qk_gn are alternatives"),
+        (
+            "model.attn_config.attn_logit_softcapping=0",
+            r"attn_logit_softcapping \(0\) must be a number above 0 or null; .*attn_impl sdpa does not support it",
+        ),
+        ("model.attn_config={attn_logit_softcapping: 30, attn_impl: torch}", None),
+        ("model.attn_config={attn_logit_softcapping: null}", None),
+        ("model.expansion_ratio=2.3", r"model.expansion_ratio times d_model, .* a whole number, not 294\.4"),
+        ("model={expansion_ratio: 2.3, ffn_config: {ffn_hidden_size: 64}}", None),
         ("precision=amp_fp8", r"precision \(amp_fp8\): dMoE layers compute in"),
         ("precision=bf16", r"precision: 'bf16' is not one of fp32"),
         ("fsdp_config={reshard_after_fwd: true}", "did you mean 'reshard_after_forward'"),
@@ -272,10 +281,14 @@ def test_auto_is_offered_where_the_mesh_can_be_auto() -> None:
     assert experts.endswith("override model.moe.mesh.shard=3, or model.moe.mesh=auto, with which")
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_or_facts_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
+    report = {"run_report": {"facts": "none.json"}}
+    (said,) = missing_files({"callbacks": report})
+    assert said.startswith("callbacks.run_report.facts (none.json): there is no such file")
     (tmp_path / "data").mkdir()
+    (said,) = missing_files({"callbacks": report, "tokenizer": {"name": "/nowhere"}})  # not a second for the same data
     for name in ("data/tokenizer", "./tokenizer", "/nowhere"):
         assert missing_files({"tokenizer": {"name": name}})[0].startswith(f"tokenizer.name ({name}): there is no such")
 
@@ -423,6 +436,18 @@ def test_rows_are_not_added_to_weights_that_are_not_there(size: int | None, coun
     if count:
         assert found[0].startswith("model.init_device (meta)") and found[0].endswith("use init_device: cpu")
         assert found[1].endswith("model.allow_embedding_resizing draws rows: use save_frozen: true")
+
+
+def test_rows_are_counted_before_a_model_of_the_hub_is_built(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, file: asked.append(file) or str(tmp_path / file))
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": "nobody/model", "allow_embedding_resizing": True}
+    run = {"model": model, "tokenizer": {"name": "nobody/tokenizer"}}
+    assert not file_mistakes(run) and not asked  # rows may be added
+    (found,) = file_mistakes({**run, "model": {**model, "init_device": "meta"}})
+    assert found.startswith("model.init_device (meta)") and asked == ["config.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(("batch", "drop_last", "accepted"), [(7, True, True), (8, True, False), (8, False, True)])

@@ -71,6 +71,24 @@ def test_a_rank_computes_with_the_widths_of_the_experts_that_it_holds():
     assert find_matrices(mixed)[mixed.w1_HD].blocks == (slice(0, 16), slice(16, 20))  # of its rows
 
 
+def test_weights_of_other_widths_with_the_same_sum_are_refused(tmp_path):
+    models = [
+        torch.nn.Sequential(MixedExperts(widths=widths, d_model=12, activation="swiglu", num_layers=2))
+        for widths in ((8, 16, 4, 24), (16, 8, 4, 24))
+    ]
+    for seed, model in enumerate(models):
+        model[0].reset_parameters(seed=seed, layer=0)
+    torch.save(models[0].state_dict(), tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    models[0].load_state_dict(saved)
+    assert sorted(saved) == ["0.v1_HD", "0.w1_HD", "0.w2_HD"]
+    kept = models[1][0].w1_HD.clone()
+    with pytest.raises(RuntimeError, match=r"0 has experts of widths \(16, 8, 4, 24\), .* of \(8, 16, 4, 24\)"):
+        models[1].load_state_dict(saved)
+    assert torch.equal(models[1][0].w1_HD, kept)
+    models[1].load_state_dict(dict(saved))  # without torch's metadata there are tensors alone
+
+
 def test_a_layer_trains_every_expert():
     layer = MoELayer(12, config((8, 16, 4, 24)), layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()

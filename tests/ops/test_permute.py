@@ -106,3 +106,13 @@ def test_experts_of_another_kind_are_refused(bad):
 def test_an_expert_that_does_not_exist_is_refused_on_a_cpu():
     with pytest.raises(ValueError, match="experts_TK has expert 4, and num_experts is 4"):
         plan_permute(torch.tensor([[0, 4], [3, -1]]), 4)
+
+
+def test_tensors_of_another_size_than_the_plans_are_refused():
+    plan = plan_permute(torch.tensor([[0, 1], [1, -1]]), 2, rows=3)
+    with pytest.raises(ValueError, match=r"^x_TD \(3, 8\) must be \[2, D\]: the plan is for 2 tokens and 3 rows$"):
+        permute(torch.zeros(3, 8), plan)
+    with pytest.raises(ValueError, match=r"^y_RD \(2, 8\) must be \[3, D\]: the plan is for 2 tokens and 3 rows$"):
+        unpermute(torch.zeros(2, 8), None, plan)
+    with pytest.raises(ValueError, match=r"^weights_TK \(2, 1\) must be \(2, 2\), as the plan's choices are$"):
+        unpermute(torch.zeros(3, 8), torch.ones(2, 1), plan)

@@ -173,8 +173,10 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     norm = d_model * (2 if biased and "rms" not in str(model.get("norm_type", "low_precision_layernorm")) else 1)
     # the norms of queries and keys are of the attention's own kind
     one_norm = 1 if "rms" in str(attention.get("norm_type", "low_precision_layernorm")) or not biased else 2
-    normed = query_width + key_width if attention.get("qk_ln") else 2 * head_dim if attention.get("qk_gn") else 0
-    around = 2 * d_model * (query_width + key_width) + 2 * norm + one_norm * normed
+    group = head_dim if attention.get("qk_gn") else 0
+    normed = (query_width, key_width) if attention.get("qk_ln") else (group, group)
+    around = 2 * d_model * (query_width + key_width) + 2 * norm + one_norm * sum(normed)
+    of_keys = 2 * (d_model + biased) * key_width + one_norm * normed[1]  # and of values
     dense_ffn = ffn_matrices * d_model * hidden
     if biased:
         around += query_width + 2 * key_width + d_model
@@ -203,13 +205,27 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         ffn_hidden=hidden,
         ffn_matrices=ffn_matrices,
         moe=moe,
-        around_ffn=around,
+        around_ffn=around - of_keys * _blocks_without_keys(section(run, "model", "block_overrides")) / layers,
         beside_experts=gate + shared,
         dense_ffn=dense_ffn,
         outside_blocks=(1 if tied else 2) * vocab_size * d_model + learned_positions + norm,
         looked_up=(0 if tied else vocab_size * d_model) + learned_positions,
         fused_loss=_has_fused_loss(model),
     )
+
+
+def _blocks_without_keys(given: Mapping[str, Any]) -> int:
+    """Number of blocks that use the keys and values of another block."""
+
+    def names(blocks: Mapping[str, Any]) -> list[str]:
+        inner = [blocks["name"]] if "name" in blocks else [name for item in blocks["order"] for name in names(item)]
+        return inner * blocks.get("repeat", 1)
+
+    try:
+        settings = [section(given, "overrides", name, "attn_config") for name in (names(given) if given else ())]
+    except (AttributeError, KeyError, TypeError):
+        raise UserError("model.block_overrides must have `overrides` and `order`, as LLM Foundry's MPTConfig") from None
+    return sum("reuse_kv_layer_idx" in attention for attention in settings)
 
 
 def _has_fused_loss(model: Mapping[str, Any]) -> bool:

@@ -190,6 +190,8 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     tokens, width = step.tokens, step.width
     held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
     adapters = shape.moe_layers * shape.adapters_per_layer / (mesh.shard * mesh.expert)  # fp32
+    trained_adapters = min(adapters, shape.moe_layers * shape.trained_experts_per_layer / (mesh.shard * mesh.expert))
+    trained_bytes = step.stored * trained + (4 - step.stored) * trained_adapters
     layer = _saved_by_moe_block(shape, mesh, step)
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
@@ -205,25 +207,24 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         logits = width * (4 + 1) * hidden + (4 + width) * head
     else:
         logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    added = trained if step.resharded else sum(_gradients(shape, mesh))
-    at_loss = saved + logits + (4 * added if step.microbatches > 1 else 0.0)
+    # FSDP2 keeps gradients that it has not reduced in fp32
+    added = trained_bytes if step.resharded or mesh.world_size == 1 else 4 * sum(_gradients(shape, mesh))
+    at_loss = saved + logits + (added if step.microbatches > 1 else 0.0)
     around = shape.around_ffn + shape.beside_experts
     unit = shape.experts_per_layer / mesh.expert + around
     trained_unit = shape.trained_experts_per_layer / mesh.expert + around * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
         gathered: float = width * shape.num_params if step.stored == 4 else 0.0
-        at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
+        at_end = trained_bytes + layer + width * (unit + trained_unit) - gathered
     else:
         gathered = width * shape.outside_blocks
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
         gradients = (width + 4) * trained_unit
-        at_end = 4 * trained + layer + 2 * width * unit + gradients
+        at_end = trained_bytes + layer + 2 * width * unit + gradients
         if not step.resharded:  # all blocks stay gathered until their last backward pass, few until the batch's end
             whole = width * (shape.dense + shape.moe_layers * shape.experts_per_layer / mesh.expert)
             at_loss, at_end = max(at_loss, at_loss - logits + gradients), at_end - whole + gathered
             gathered = whole
-    trained_adapters = min(adapters, shape.moe_layers * shape.trained_experts_per_layer / (mesh.shard * mesh.expert))
-    trained_bytes = step.stored * trained + (4 - step.stored) * trained_adapters
     return {
         "weights": step.stored * held + (4 - step.stored) * adapters,
         "optimizer": step.state_bytes / 4 * trained_bytes - step.stored * sum(_orthogonalised(shape, mesh, step)),
