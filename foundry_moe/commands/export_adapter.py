@@ -58,9 +58,6 @@ def frozen_sources(
     Args:
         base: the checkpoint's record of them.
         place: a folder or name; None = the recorded one.
-
-    Raises:
-        ValueError: the model is not there, or is another one.
     """
     recorded = base if isinstance(base, Mapping) else {}
     where = place or str(recorded.get("from") or "")
@@ -93,9 +90,6 @@ def merge(architecture: Architecture, weights: Weights, dtype: str | None) -> We
 
     Args:
         dtype: of the sums, which are rounded once; None = that of the weights.
-
-    Raises:
-        ValueError: there are no adapters.
     """
     scale = _scale_of(architecture)
     factors = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
@@ -128,9 +122,6 @@ def write_adapter(
 
     Returns:
         A sentence on what was written.
-
-    Raises:
-        ValueError: there are no adapters, other weights were trained too, or the model's family has no such experts.
     """
     scale = _scale_of(architecture)
     if others := _trained_beside(weights.found):
@@ -199,9 +190,6 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
 
     Returns:
         A sentence on what was written.
-
-    Raises:
-        ValueError: no base, a model of another kind, or a folder that cannot be read.
     """
     try:
         config = json.loads((Path(base or "") / "config.json").read_text())

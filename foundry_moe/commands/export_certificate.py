@@ -283,9 +283,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
 
     Args:
         tensors: by name, without the architecture's prefix; all of one floating-point dtype but for buffers.
-
-    Raises:
-        ValueError: tensors are missing or unexpected; names some.
     """
     from llmfoundry.models.mpt import MPTForCausalLM
     from llmfoundry.models.utils import init_empty_weights

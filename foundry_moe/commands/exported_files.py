@@ -67,11 +67,7 @@ class Weights:
 
     @staticmethod
     def of(store: Store, found: Found) -> Weights:
-        """The model's tensors by name, in the manifest's order.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+        """The model's tensors by name, in the manifest's order."""
         prefix = "model."
         manifest = found.manifest
         every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
@@ -83,11 +79,7 @@ class Weights:
         return Weights(store=store, found=found, sources=sources)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors whole in memory.
-
-        Raises:
-            CheckpointError: data is damaged.
-        """
+        """Tensors whole in memory."""
         chosen = {name: self.sources[name] for name in names}
         stored = [source.stored for source in chosen.values() if source.stored]
         read = exchange.read_whole(self.store, self.found, stored)
@@ -147,9 +139,6 @@ def write_targets(
 
     Args:
         dtype: floating-point tensors are cast to it; None = as they are.
-
-    Raises:
-        CheckpointError: data is damaged, safetensors does not have a tensor's dtype, or a file cannot be written.
     """
     dtypes = {target.name: _dtype_of(target, weights.sources, dtype) for target in targets}
     sizes = {target.name: target.count * dtypes[target.name].itemsize for target in targets}

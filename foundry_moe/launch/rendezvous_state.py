@@ -27,11 +27,7 @@ _WHERE = "the state of the rendezvous"
 
 
 def shared_token() -> bytes:
-    """The token that all nodes share, from the environment or the file that it names; empty without one.
-
-    Raises:
-        ValueError: the file cannot be read, or is empty.
-    """
+    """The token that all nodes share, from the environment or the file that it names; empty without one."""
     path = os.environ.get(TOKEN_FILE)
     if not path:
         return os.environ.get(TOKEN, "").encode()

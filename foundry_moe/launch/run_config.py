@@ -106,11 +106,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(run: DictConfig) -> dict[str, Any]:
-    """The run as dictionaries and lists, `${...}` resolved.
-
-    Raises:
-        ValueError: a `${...}` has no value.
-    """
+    """The run as dictionaries and lists, `${...}` resolved."""
     try:
         resolved = OmegaConf.to_container(run, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -249,11 +245,7 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
 
 
 def launched_machine() -> Machine | None:
-    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher.
-
-    Raises:
-        ValueError: they are not positive whole numbers.
-    """
+    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher."""
     if "WORLD_SIZE" not in os.environ:
         return None
     given = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in os.environ}
@@ -267,11 +259,7 @@ def launched_machine() -> Machine | None:
 
 
 def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None = None) -> int:
-    """The number of the launcher's ranks that fit the mesh; all of them without a mesh.
-
-    Raises:
-        ValueError: see `ranks_in_use`.
-    """
+    """The number of the launcher's ranks that fit the mesh; all of them without a mesh."""
     world_size, ranks_per_node = machine or launched_machine() or (1, 1)
     mesh = mesh_of(run, config)
     if mesh is None:

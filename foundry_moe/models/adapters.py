@@ -141,11 +141,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the configuration of a PEFT folder.
-
-    Raises:
-        ValueError: it cannot be read, or holds adapters that compute something else than one scale times B A.
-    """
+    """The tensors and the configuration of a PEFT folder."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -213,11 +209,7 @@ def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: i
 
 
 def _of_rank(a_EKM: Tensor, b_ENM: Tensor, matrix: str, rank: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """The factors without the zero columns that an export adds, where gate and up share one rank of twice the size.
-
-    Raises:
-        ValueError: the folder's rank is not the run's.
-    """
+    """The factors without the zero columns that an export adds, where gate and up share one rank of twice the size."""
     found = a_EKM.shape[2]
     if found == rank:
         return a_EKM, b_ENM

@@ -85,9 +85,6 @@ class FFNBlock:
         Args:
             source: of `source_of`.
             from_files: weights on the meta device are read from files later.
-
-        Raises:
-            ValueError: the configuration does not fit the block.
         """
         if self.family is not None and self.blocks is not None:
             return _plan_sparse(self.name, self.family, self.blocks, config)
@@ -96,11 +93,7 @@ class FFNBlock:
 
 
 def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] | None) -> list[FFNBlock]:
-    """The model's blocks in the order of layers, or only those of `named`.
-
-    Raises:
-        ValueError: an MoE model of an unknown family, or a name that the model does not have.
-    """
+    """The model's blocks in the order of layers, or only those of `named`."""
     if named is not None:
         return _find_named(model, named)
     for name, module in model.named_modules():
@@ -269,9 +262,6 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
 
     Args:
         config: with `expert_hidden_size` and `activation` resolved.
-
-    Raises:
-        ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
     """
     if config.activation != block.activation:
         raise UserError(

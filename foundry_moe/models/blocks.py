@@ -50,9 +50,6 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
     Args:
         config: with `expert_hidden_size` and `activation` resolved.
         layers: indices of its MoE layers.
-
-    Raises:
-        ValueError: tokens are dropped, or experts have biases or several widths, which no family does.
     """
     if isinstance(config.expert_hidden_size, tuple):
         raise UserError(
@@ -68,11 +65,7 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
 
 
 def gate_keys(blocks: Blocks) -> dict[str, Any]:
-    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults.
-
-    Raises:
-        ValueError: another gate.
-    """
+    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults."""
     name = blocks.gate.get("name")
     keys = {"score": "softmax", "normalize": True, "scale": 1.0, "bias_balance": False, "groups": 1, "group_limit": 0}
     if name == "switch":  # in evaluation the top one of softmax scores, unnormalised

@@ -74,12 +74,7 @@ def by_tensor(parts: Iterable[WeightPart]) -> dict[str, list[WeightPart]]:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face model on disk, by name.
-
-    Raises:
-        ValueError: no such folder, no safetensors in it, a file that is missing, truncated or no safetensors, or two
-            files that hold the same tensor.
-    """
+    """The tensors of a Hugging Face model on disk, by name."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -147,9 +142,6 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
     Args:
         model: has MoE layers from `apply_dmoe` and real memory, sharded or not.
         root: name of the Hugging Face model inside `model`.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, or has another shape or dtype.
     """
     wanted = dict(_wanted(model, root))
     for _, sources in wanted.values():
@@ -216,9 +208,6 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     """A function that gives the tensors of a Hugging Face folder the names and layouts of a run of `hf_causal_lm`.
 
     None if the folder holds no model of a family of ours.
-
-    Raises:
-        ValueError: a configuration that dMoE layers do not support.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -322,11 +311,7 @@ def safetensors_in(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, files: list[Path]) -> list[Path]:
-    """The files, if each lies in the folder; links to `blobs` are followed where the hub's cache has made them.
-
-    Raises:
-        ValueError: a symbolic link leads elsewhere.
-    """
+    """The files, if each lies in the folder; links to `blobs` are followed where the hub's cache has made them."""
     real = folder.resolve()
     allowed = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
     for file in files:

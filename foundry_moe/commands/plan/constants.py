@@ -117,11 +117,7 @@ def rate_at(rates: Mapping[str, float], width: float) -> float:
 
 
 def read_constants(path: Path) -> Constants:
-    """Constants from their file.
-
-    Raises:
-        ValueError: the file is missing or invalid; the message names the key.
-    """
+    """Constants from their file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -136,11 +132,7 @@ def read_constants(path: Path) -> Constants:
 
 
 def shipped_constants(chip: str) -> Constants:
-    """The constants of a chip in this package.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The constants of a chip in this package."""
     path = Path(__file__).parent / f"constants_{chip}.json"
     if not path.is_file():
         raise UserError(

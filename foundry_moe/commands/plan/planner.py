@@ -126,9 +126,6 @@ def plan_run(
     Args:
         shape: of its model, if it has been read.
         mesh: in place of the run's own.
-
-    Raises:
-        ValueError: the run has no experts, its model is not supported, or its mesh or batch is invalid.
     """
     shape = shape or read_shape(run)
     if mesh is None and shape.moe.mesh == AUTO:
@@ -193,9 +190,6 @@ def search_meshes(
     Returns:
         Meshes that fit, fastest first, with tight ones last; then those that do not fit, by memory. The reasons by
         (replicate, shard, expert).
-
-    Raises:
-        ValueError: the run has no experts, its model is not supported, or a key is invalid.
     """
     shape = shape or read_shape(run)
     given = mesh_of(run, shape.moe) or MeshConfig()

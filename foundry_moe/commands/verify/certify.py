@@ -257,11 +257,7 @@ def _other_mesh(run: SmallRun) -> Mesh | None:
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
-    """`foundry-moe verify`: prints the certificates; 0 if nothing differs.
-
-    Raises:
-        ValueError: what is wrong with the run or the options, in one sentence.
-    """
+    """`foundry-moe verify`: prints the certificates; 0 if nothing differs."""
     started = time.monotonic()
     os.environ["PYTHONWARNINGS"] = "ignore"  # modules that the fork server imports
     devices = torch.cuda.device_count() if arguments.device == "cuda" else math.inf

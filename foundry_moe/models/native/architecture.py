@@ -103,9 +103,6 @@ class Architecture:
 
         Args:
             shapes: by name without `prefix`.
-
-        Raises:
-            ValueError: the sizes differ.
         """
         width, words = (first_of(self.config, keys) for keys in (WIDTH, ("vocab_size",)))
         if not any(shape == (words, width) for shape in shapes.values()):

@@ -70,11 +70,7 @@ def _unpickle(was: type[nn.Module]) -> nn.Module:
 
 
 def native_of_model(model: nn.Module) -> Native:
-    """The family that a model in memory is exported as.
-
-    Raises:
-        ValueError: no family computes this; names the key that prevents it and a valid value.
-    """
+    """The family that a model in memory is exported as."""
     architecture = architecture_of(model)
     if architecture is None:
         raise UserError(f"{type(model).__name__} has no dMoE layers, or is no Hugging Face model")

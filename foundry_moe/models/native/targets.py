@@ -51,9 +51,6 @@ def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ..
 
     Args:
         sources: shapes of our tensors.
-
-    Raises:
-        ValueError: anything else: tensors of another model, or an error in the code that made the targets.
     """
     taken = dict.fromkeys(sources, 0)
     seen: set[tuple[str, int | None, int]] = set()
