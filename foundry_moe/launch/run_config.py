@@ -38,14 +38,7 @@ _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
 def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
-    """The YAML with command-line overrides merged in.
-
-    Args:
-        usage: appended to the error if there is no such file.
-
-    Raises:
-        ValueError: the file is missing, a folder or invalid YAML, or an override is not `key=value`.
-    """
+    """The YAML with command-line overrides merged in. `usage`: appended to the error if there is no such file."""
     if Path(path).is_dir():
         raise UserError(f"{path} is a folder: name a run's YAML in it")
     if not Path(path).is_file():
@@ -188,11 +181,7 @@ def _resolved(folder: object) -> str:
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
-    """`algorithms.dmoe` or `model.moe`; None where the run has neither.
-
-    Raises:
-        ValueError: both of them, invalid keys or values, or a model that does not read `moe`.
-    """
+    """`algorithms.dmoe` or `model.moe`; None where the run has neither."""
     algorithms, model = section(run, "algorithms"), section(run, "model")
     name, has_algorithm = model.get("name"), "dmoe" in algorithms
     if has_algorithm and (name == MODEL or model.get("moe") is not None):
@@ -273,11 +262,6 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: 
     )
 
 
-_NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"
-_AUTO_NEEDS_GPU = (
-    "device_train_microbatch_size (auto) needs a GPU, and this machine has none: give a number, or start the "
-    "run on a GPU"
-)
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 
 
@@ -296,7 +280,13 @@ def device_notes(run: Mapping[str, Any]) -> list[str]:
 
 def _needs_gpu(run: Mapping[str, Any], *, mps: bool = False) -> Iterator[str]:
     if run.get("device_train_microbatch_size", AUTO) == AUTO:
-        yield _AUTO_NEEDS_GPU
+        yield (
+            "device_train_microbatch_size (auto) needs a GPU, and this machine has none: give a number, or start the "
+            "run on a GPU"
+        )
     precision = run.get("precision", "amp_bf16")
     if precision != "fp32" and not mps:
-        yield _NEEDS_GPU.format(precision)
+        yield (
+            f"precision ({precision}) needs a GPU, and this machine has none: use precision: fp32, or start the run "
+            "on a GPU"
+        )

@@ -68,10 +68,6 @@ def follow_peft(model: nn.Module) -> None:
         experts.adapters_enabled = partial(switch, search=number == 0)
 
 
-def _adapters_off() -> bool:
-    return False
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within this context experts compute without their LoRA adapters, as the frozen model that the run began with.
@@ -89,7 +85,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         )
     before = [experts.adapters_enabled for experts in found]
     for experts in found:
-        experts.adapters_enabled = _adapters_off
+        experts.adapters_enabled = lambda: False
     try:
         yield
     finally:
@@ -169,11 +165,7 @@ def scale_of(config: Mapping[str, Any]) -> float:
 
 
 def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: int, folder: Path) -> Factors:
-    """Reads factors of all formats. A tensor that belongs to no expert is an error, since the run would not train it.
-
-    Args:
-        config: of the folder.
-    """
+    """Reads factors of all formats. A tensor that belongs to no expert is an error: the run would not train it."""
     rank = int(config["r"])
     # before 0.19 peft took all fused weights for [E, K, N]: its A had the outputs of [E, N, K], its B the inputs
     written_by = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))

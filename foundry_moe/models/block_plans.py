@@ -80,12 +80,7 @@ class FFNBlock:
         return self.family is not None
 
     def plan(self, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
-        """The layer that replaces this block.
-
-        Args:
-            source: of `source_of`.
-            from_files: weights on the meta device are read from files later.
-        """
+        """The layer that replaces this block. `from_files`: weights on the meta device are read from files later."""
         if self.family is not None and self.blocks is not None:
             return _plan_sparse(self.name, self.family, self.blocks, config)
         assert self.dense is not None
@@ -253,16 +248,8 @@ def _gate_of(name: str, blocks: Blocks, config: MoEConfig) -> dict[str, Any]:
     return {**blocks.gate, **config.gate}
 
 
-# the mean of sigmoid(x w) while w is small
-_UNTRAINED_SIGMOID = 0.5
-
-
 def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
-    """Returns G, how many shards the block is cut into.
-
-    Args:
-        config: with `expert_hidden_size` and `activation` resolved.
-    """
+    """Returns G, how many shards the block is cut into. `config` has its width and activation resolved."""
     if config.activation != block.activation:
         raise UserError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
@@ -293,7 +280,7 @@ def weight_scale(config: MoEConfig, shards: int) -> float:
     if gate.get("normalize", True):
         total = scale
     elif gate.get("score", "softmax") == "sigmoid":
-        total = scale * config.top_k * _UNTRAINED_SIGMOID
+        total = scale * config.top_k * 0.5  # the mean of sigmoid(x w) while w is small
     else:
         total = scale * config.top_k / config.num_experts
     return shards / total
