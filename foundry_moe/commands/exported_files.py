@@ -119,12 +119,7 @@ def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
 def export(store: Store, found: Found, out: Path, *, file_bytes: float) -> dict[str, str]:
     """Writes the model of a commit to the folder `out`, as it is; returns the file of each tensor, as the index has it.
 
-    Args:
-        file_bytes: a file ends before it would grow beyond this; one tensor may.
-
-    Raises:
-        ValueError: `out` is in use.
-        CheckpointError: there is no model, or data is damaged: then nothing is written.
+    A file ends before it would grow beyond `file_bytes`; one tensor may.
     """
     weights = Weights.of(store, found)
     targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
@@ -137,8 +132,7 @@ def write_targets(
 ) -> dict[str, str]:
     """Writes tensors to the folder `out`, each assembled from parts of a commit's tensors, and then their index.
 
-    Args:
-        dtype: floating-point tensors are cast to it; None = as they are.
+    Floating-point tensors are cast to `dtype`; None = as they are.
     """
     dtypes = {target.name: _dtype_of(target, weights.sources, dtype) for target in targets}
     sizes = {target.name: target.count * dtypes[target.name].itemsize for target in targets}
@@ -175,10 +169,6 @@ def export_state(store: Store, found: Found, out: Path, kind: str) -> int:
 
     Args:
         kind: `dcp`, a folder for `FileSystemReader`, or `torch`, one file of `torch.save`.
-
-    Raises:
-        ValueError: `out` is in use.
-        CheckpointError: data is damaged: then nothing is written.
     """
     contents = Contents(found.manifest)
     stored = exchange.read_whole(store, found, list(found.manifest.tensors))

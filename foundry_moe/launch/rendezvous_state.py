@@ -62,11 +62,7 @@ def encode(state: _RendezvousState, key: bytes) -> bytes:
 
 
 def decode(stored: bytes, key: bytes) -> _RendezvousState:
-    """The state in bytes from a store.
-
-    Raises:
-        RendezvousStateError: they are not what `encode` writes with this key.
-    """
+    """The state in bytes from a store; raises RendezvousStateError unless `encode` writes them with this key."""
     try:
         if len(stored) > STATE_BYTES:
             fail(_WHERE, f"{len(stored)} bytes", f"at most {STATE_BYTES}")

@@ -56,9 +56,6 @@ def sdpa_attention(
         past_key_value: caches [batch, heads, head width, positions] and [batch, heads, positions, head width].
         key_padding_mask: [batch, key positions], True for real tokens. In training MPT pads on the right only, where
             the causal mask hides the padding from every real token, so it is not needed then.
-
-    Raises:
-        ValueError: attention weights or soft-capping, which torch's function does not support.
     """
     if needs_weights or attn_logit_softcapping is not None:
         raise UserError(

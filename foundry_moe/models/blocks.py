@@ -45,12 +45,7 @@ class Blocks:
 
 
 def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_layers: int) -> Blocks:
-    """A model of ours as `Blocks`, for `Family.write`.
-
-    Args:
-        config: with `expert_hidden_size` and `activation` resolved.
-        layers: indices of its MoE layers.
-    """
+    """A model of ours as `Blocks`, for `Family.write`. `config` has its width and activation resolved."""
     if isinstance(config.expert_hidden_size, tuple):
         raise UserError(
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "

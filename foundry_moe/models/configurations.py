@@ -45,11 +45,7 @@ def first_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def check_configuration(config: Mapping[str, Any], where: str) -> None:
-    """Checks the types of a configuration's parts and the limits of its numbers.
-
-    Raises:
-        ValueError: an invalid value; names its key.
-    """
+    """Checks the types of a configuration's parts and the limits of its numbers."""
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")
     todo: list[tuple[str, Any]] = [(where, config)]
