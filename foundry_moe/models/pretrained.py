@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,12 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
         model: has MoE layers from `apply_dmoe` and real memory, sharded or not.
         root: name of the Hugging Face model inside `model`.
     """
-    wanted = dict(_wanted(model, root))
-    for _, sources in wanted.values():
-        for part in sources:
-            folder.check(part.theirs, part.their_shape)
-    _refuse_extra(model, folder, {part.theirs for _, parts in wanted.values() for part in parts}, root)
-    for tensor, sources in wanted.values():
+    wanted = _wanted(model, root)
+    parts = [part for _, sources in wanted for part in sources]
+    for part in parts:
+        folder.check(part.theirs, part.their_shape)
+    _refuse_extra(model, folder, {part.theirs for part in parts}, root)
+    for tensor, sources in wanted:
         local, begin = local_box(tensor)
         fill(local, begin, sources, folder.part)
         folder.close()
@@ -159,30 +159,29 @@ def check_names(model: nn.Module, folder: SafetensorsFolder, *, root: str = "") 
     module = model.get_submodule(root)
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     optional = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
-    for _, sources in dict(_wanted(model, root)).values():
+    for _, sources in _wanted(model, root):
         for name in (part.theirs for part in sources):
             if name.removeprefix(prefix) not in folder.files and not any(re.search(key, name) for key in optional):
                 folder.check_name(name)
 
 
-def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[WeightPart]]]]:
+def _wanted(model: nn.Module, root: str) -> list[tuple[Tensor, list[WeightPart]]]:
     """Each tensor of the model with its parts in the folder, under full names."""
     prefix = f"{root}." if root else ""
-    layers = named_moe_layers(model)
-    saved = model.state_dict().keys()
+    layers, found = named_moe_layers(model), []
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, layer in layers.items():
         block = plain_name(name).removeprefix(prefix)
         for ours, parts in by_tensor(layer.sources).items():
             full = [replace(part, theirs=f"{block}.{part.theirs}") for part in parts]
-            yield f"{name}.{ours}", (tensors[f"{name}.{ours}"], full)
+            found.append((tensors[f"{name}.{ours}"], full))
     inside = tuple(f"{name}." for name in layers)
-    plain = {plain_name(name) for name in saved}
+    saved = {plain_name(name) for name in model.state_dict()}
     for name, tensor in tensors.items():
         clean = plain_name(name)
-        if clean not in plain or (inside and name.startswith(inside)) or not clean.startswith(prefix):
-            continue
-        yield name, (tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)])
+        if clean in saved and clean.startswith(prefix) and not name.startswith(inside):
+            found.append((tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)]))
+    return found
 
 
 def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str], root: str) -> None:
