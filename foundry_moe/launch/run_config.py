@@ -28,7 +28,7 @@ from foundry_moe.launch.foundry_keys import key_mistakes
 from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit, whole_paths
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
-from foundry_moe.parallel.mesh import check_expert_widths, divisors, listed, plan_mesh
+from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, divisors, listed, plan_mesh
 from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section, sentences_of
 
 MODEL = "dmoe_causal_lm"
@@ -220,17 +220,24 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
         used = ranks_that_train(run, config, machine)
         check_fit(run, used=used, config=config)
         if config is not None and mesh is not None and config.mesh != AUTO:
-            plan = plan_mesh(mesh, world_size=used, ranks_per_node=machine[1], num_experts=config.num_experts)
-            widths = config.expert_hidden_size
-            if isinstance(widths, tuple):
-                check_expert_widths(widths, plan.expert)
-            rows = {"d_model": section(run, "model").get("d_model"), "expert_hidden_size": widths}
-            check_rows(rows, shard=plan.shard, expert=plan.expert)
+            plan_experts(mesh, config, section(run, "model").get("d_model"), gpus=used, ranks_per_node=machine[1])
     elif config is not None and mesh is not None and mesh.expert != AUTO and config.num_experts % mesh.expert:
         raise UserError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
             f"{listed(divisors(config.num_experts))}"
         )
+
+
+def plan_experts(
+    mesh: MeshConfig, config: MoEConfig, d_model: int | None, *, gpus: int, ranks_per_node: int
+) -> MeshPlan:
+    """The mesh, if it cuts the experts evenly. `d_model`: None if the model's files have it."""
+    plan = plan_mesh(mesh, world_size=gpus, ranks_per_node=ranks_per_node, num_experts=config.num_experts)
+    widths = config.expert_hidden_size
+    if isinstance(widths, tuple):
+        check_expert_widths(widths, plan.expert)
+    check_rows({"d_model": d_model, "expert_hidden_size": widths}, shard=plan.shard, expert=plan.expert)
+    return plan
 
 
 def launched_machine() -> Machine | None:
