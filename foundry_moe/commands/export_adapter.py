@@ -204,13 +204,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
 
 
 def _write(
-    factors: Factors,
-    out: Path,
-    scale: float,
-    dtype: str | None,
-    *,
-    base: str | None,
-    pairs: Pairs | None,
+    factors: Factors, out: Path, scale: float, dtype: str | None, *, base: str | None, pairs: Pairs | None
 ) -> None:
     """Writes the folder: the tensors of `pairs`, or peft's fused ones. A local `base` is recorded as absolute path."""
     layers = sorted({layer for layer, _, _ in factors})

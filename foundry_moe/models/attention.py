@@ -10,12 +10,7 @@ from foundry_moe.schema import UserError
 
 
 def _allowed(
-    queries: int,
-    keys: int,
-    is_causal: bool,
-    window: int,
-    key_padding_mask: Tensor | None,
-    device: torch.device,
+    queries: int, keys: int, is_causal: bool, window: int, key_padding_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """True where a query attends: [queries, keys], or [batch, 1, queries, keys] with padding. None = everywhere."""
     position_Q1 = torch.arange(keys - queries, keys, device=device)[:, None]

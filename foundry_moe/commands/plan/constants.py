@@ -96,8 +96,8 @@ class Constants:
             raise UserError(f"format ({self.format}) must be {FORMAT}: measure again with benchmarks/calibrate.py")
         if self.contention < 0:
             raise UserError(f"contention ({self.contention}) must be 0 or more")
-        _check_positive({name: getattr(self, name) for name in ("gpus", "launch_s")})
-        _check_positive({name: getattr(self, name) for name in ("attention_flops_per_s", "memory_bytes_per_s")})
+        alone = ("gpus", "launch_s", "attention_flops_per_s", "memory_bytes_per_s")
+        _check_positive({name: getattr(self, name) for name in alone})
         for name in ("dense_flops_per_s", "expert_flops_per_s"):
             rates = getattr(self, name)
             if not rates or not all(width.isdigit() and int(width) for width in rates):

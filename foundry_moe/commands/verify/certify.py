@@ -279,13 +279,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
         check_whole_run(run)
         os.environ.pop("WORLD_SIZE", None)  # of a launcher: small runs have other numbers of processes
         runs, meshes, precision = {arguments.yaml: run}, arguments.mesh or [None], "fp32"
-    certificates = certify(
-        runs,
-        meshes,
-        device=arguments.device,
-        precision=arguments.precision or precision,
-        timeout_s=arguments.timeout_s,
-    )
+    precision = arguments.precision or precision
+    certificates = certify(runs, meshes, device=arguments.device, precision=precision, timeout_s=arguments.timeout_s)
     for certificate in certificates:
         if arguments.json:
             print(certificate.as_json())
