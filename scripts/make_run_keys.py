@@ -165,7 +165,7 @@ def build() -> dict[str, Any]:
     required = [item.name for item in fields(TrainConfig) if item.default == "???"]
     fsdp2, fsdp1 = ({f.name for f in fields(c) if f.init} for c in (FSDP2Config, FSDPConfig))
     run |= {key: "|".join(kind for kind in run[key].split("|") if kind != "null") for key in NEEDED}
-    add_rules(run, RUN_RULES)
+    add_rules(run, {**RUN_RULES, "precision": f"of {' '.join(item.value for item in Precision)}"})
     run["fsdp_config"] = shape_of(name for name in fsdp1 | fsdp2 if not name.startswith("_"))
     default = MPTConfig()
     entries: dict[str, Any] = {}
@@ -208,7 +208,6 @@ def build() -> dict[str, Any]:
     return {
         "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
         "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED), "open": True},
-        "precision": [item.value for item in Precision],
         "registries": entries,
         "ours": {name: of_ours(name) for name in (*REGISTRIES, *NAMES)},
         "names": {name: of_others(name, getattr(layers_registry, name).get_all()) for name in NAMES},
