@@ -15,16 +15,12 @@ from foundry_moe.config import AUTO, MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_files import datasets, loaders, local_json
 from foundry_moe.launch.run_times import time_mistakes
+from foundry_moe.models.families import names_of
 from foundry_moe.optim.values import value_mistakes
 from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # patterns that match every name
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer")  # names in config.json of the number of layers
-# names in config.json of the MoE families that models/families supports
-_HUGGING_FACE_EXPERTS = {
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_top_k"),
-}
 
 
 def moe_path(run: Mapping[str, Any]) -> str:
@@ -91,8 +87,8 @@ def _hugging_face(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEC
     nested = found.get("ffn_config")
     blocks = {**found, **(nested if isinstance(nested, Mapping) else {})}
     theirs = {
-        key: next((blocks[name] for name in names if fits(blocks.get(name), int)), None)
-        for key, names in _HUGGING_FACE_EXPERTS.items()
+        key: next((blocks[name] for name in names_of(key) if fits(blocks.get(name), int)), None)
+        for key in ("num_experts", "top_k")
     }
     if (theirs["num_experts"] or 0) < 2:
         if model.get("pretrained", True):

@@ -324,6 +324,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def names_of(key: str) -> tuple[str, ...]:
+    """What families call a field of `Blocks`, without the part of the configuration that it is in."""
+    return tuple(dict.fromkeys((_KEYS | family.keys)[key].rpartition(".")[2] for family in FAMILIES.values()))
+
+
 def family_of(model_type: str) -> Family:
     """The family of a Hugging Face `model_type`."""
     if model_type in FAMILIES:
