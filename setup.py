@@ -98,7 +98,7 @@ setup(
     package_dir={"foundry_moe_kernels": "kernels"},
     package_data={
         "foundry_moe_kernels": ["*.json"],
-        "foundry_moe": ["py.typed", "launch/*.json", "commands/plan/*.json"],
+        "foundry_moe": ["py.typed", "launch/*.json", "commands/plan/*.json", "commands/verify/*.yaml"],
     },
     install_requires=REQUIRES,
     extras_require=EXTRAS,

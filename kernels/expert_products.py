@@ -29,8 +29,8 @@ _LINE, _TALL_FROM = 64, 512
 # Experts up to this width gather tokens in their first product: it then takes some 6 % longer for every width,
 # while a copy of the rows takes as long for all (H200)
 GATHER_UP_TO = 1024
-# Up to this one also in those of the backward pass, which need no copy then. It takes 0.15 ms for XS's rows and 0.17 for
-# OLMoE's and Qwen3's; the products for the second matrix take 0.02, 0.17 to 0.26 and 0.13 ms longer (H200)
+# Up to this one also in those of the backward pass, which need no copy then. It takes 0.15 ms for XS's rows and 0.17
+# for OLMoE's and Qwen3's; the products for the second matrix take 0.02, 0.17 to 0.26 and 0.13 ms longer (H200)
 GATHER_BACKWARD_UP_TO = 768
 _GATHER_WIDTHS = range(256, 4097, 256)
 

@@ -62,6 +62,10 @@ PART_RULES = {
     "ffn_config": {"ffn_type": "in ffns"},
     "init_config": {"name": "in param_init_fns"},
 }
+DMOE_KEYS = {  # of dmoe_causal_lm, beside those of mpt_causal_lm
+    "moe": "dict|null",
+    "loss_fn": "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy",
+}
 # given by LLM Foundry, not by a user
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
@@ -129,10 +133,14 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def of_ours(registry: str) -> list[str]:
+    """This package's names."""
+    return sorted(e.name for e in entry_points(group=f"llmfoundry_{registry}") if e.value.startswith(f"{PACKAGE}."))
+
+
 def of_others(registry: str, names: Iterable[str]) -> list[str]:
     """Names that are not this package's: those are checked by its own classes."""
-    ours = {e.name for e in entry_points(group=f"llmfoundry_{registry}") if e.value.startswith(f"{PACKAGE}.")}
-    return sorted(set(names) - ours)
+    return sorted(set(names).difference(of_ours(registry)))
 
 
 def build() -> dict[str, Any]:
@@ -158,7 +166,7 @@ def build() -> dict[str, Any]:
     required = [item.name for item in fields(TrainConfig) if item.default == "???"]
     fsdp2, fsdp1 = ({f.name for f in fields(c) if f.init} for c in (FSDP2Config, FSDPConfig))
     run |= {key: "|".join(kind for kind in run[key].split("|") if kind != "null") for key in NEEDED}
-    add_rules(run, RUN_RULES)
+    add_rules(run, {**RUN_RULES, "precision": f"of {' '.join(item.value for item in Precision)}"})
     run["fsdp_config"] = shape_of(name for name in fsdp1 | fsdp2 if not name.startswith("_"))
     default = MPTConfig()
     entries: dict[str, Any] = {}
@@ -196,11 +204,13 @@ def build() -> dict[str, Any]:
     for name, rules in RULES.items():
         for entry in entries[name].values():
             add_rules(entry["keys"], rules)
+    mpt = entries["models"]["mpt_causal_lm"]
+    entries["models"]["dmoe_causal_lm"] = {**mpt, "keys": {**mpt["keys"], **DMOE_KEYS}}
     return {
         "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
         "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED), "open": True},
-        "precision": [item.value for item in Precision],
         "registries": entries,
+        "ours": {name: of_ours(name) for name in (*REGISTRIES, *NAMES)},
         "names": {name: of_others(name, getattr(layers_registry, name).get_all()) for name in NAMES},
     }
 

@@ -73,7 +73,7 @@ class WeightsFromFiles:
         self._draw: Any = None
 
     def prepare(self, device: torch.device | str) -> None:
-        """Makes Composer allocate parameters without drawing values, until `read`; see `foundry_moe.launch`."""
+        """Makes Composer allocate parameters without drawing values, until `read`; see docs/explanation/design.md."""
         self._draw = prepare_distributed.meta_init
 
         def give_memory(module: nn.Module, *_: Any) -> None:

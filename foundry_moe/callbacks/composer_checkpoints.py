@@ -10,7 +10,7 @@ from composer.trainer import trainer
 
 def load_elsewhere(is_ours: Callable[[str], bool], load: Callable[[str, bool, list[str]], None]) -> Callable[[], None]:
     """Keeps Composer from reading some `load_path` until the function that is returned is called: see
-    `foundry_moe.launch`.
+    docs/explanation/design.md.
 
     `load_path` names the starting point of a run, or the checkpoint that `autoresume` has found.
 

@@ -28,12 +28,7 @@ SHOWN = 5  # units of the first difference
 
 
 def certify_command(arguments: argparse.Namespace) -> int:
-    """Returns 0 if the records are the same, 1 if they differ.
-
-    Raises:
-        UserError: a folder without a record, a damaged record, or records that have nothing in common.
-        CheckpointError: the checkpoint is not there or damaged.
-    """
+    """Returns 0 if the records are the same, 1 if they differ."""
     pairs = [word.partition("=") for word in arguments.names]
     if wrong := [f"{old}{sign}{new}" for old, sign, new in pairs if not old or not sign]:
         raise UserError(f"--names {wrong[0]} must be OLD=NEW, for example --names model.=")

@@ -28,11 +28,7 @@ GLOO_GROUPS = 2  # those of a run with `elastic_checkpoint` on a GPU: of the thr
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    """Returns 0 for a valid run.
-
-    Raises:
-        ValueError: the run is invalid; a sentence for each mistake.
-    """
+    """Returns 0 for a valid run; for another one, raises a sentence for each mistake."""
     run = plain(load_run(arguments.yaml, arguments.overrides))
     machine = arguments.gpus and (arguments.gpus, min(arguments.gpus_per_node, arguments.gpus))
     config = check_whole_run(run, machine)

@@ -25,9 +25,6 @@ def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False
 
     Args:
         new: the command creates the folder if it does not exist.
-
-    Raises:
-        NotFoundError: the folder does not exist, and `new` is false.
     """
     options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     store = open_store(folder, options)
@@ -48,14 +45,9 @@ def describe_mesh(mesh: object) -> str:
 
 
 def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T]) -> T:
-    """The result of `use`, which reads the commit.
+    """The result of `use`, which reads the commit of a step, or the newest that is good.
 
-    Args:
-        step: None = the newest that is good. If `use` finds its data damaged, or the run deletes it meanwhile, `use` is
-            called with the newest that is good then.
-
-    Raises:
-        CheckpointError: there is none, or none can be used; for a step that is damaged the others are named.
+    If the newest turns out damaged, or the run deletes it meanwhile, `use` gets the newest that is good then.
     """
     printed: set[str] = set()
     while True:

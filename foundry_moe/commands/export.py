@@ -62,11 +62,7 @@ def export_command(arguments: argparse.Namespace) -> int:
 
 
 def _read(store: Store, found: Found) -> tuple[Architecture, Weights]:
-    """The checkpoint's architecture, and its tensors by name without the architecture's prefix.
-
-    Raises:
-        ValueError: no valid architecture, or adapters of `model.peft_config`, whose scale a checkpoint does not have.
-    """
+    """The checkpoint's architecture, and its tensors by name without the architecture's prefix."""
     where = f"the checkpoint of step {found.commit.step} in {store.url}"
     architecture = Architecture.from_info(found.manifest.info, where)
     prefix, weights = architecture.prefix, Weights.of(store, found)
@@ -87,9 +83,6 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
         dtype: as torch names it; None = as it was trained.
         merged: LoRA adapters are added to the weights.
         base: where the weights are that a checkpoint leaves out; None = where the checkpoint says.
-
-    Raises:
-        ValueError: no family computes the same, or there are no adapters to merge.
     """
     architecture, weights = _read(store, found)
     if found.manifest.info.get(FROZEN) is not None:
@@ -118,11 +111,7 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
 
 
 def export_to(exported: Exported, out: Path, with_logits: bool | None, file_bytes: float) -> dict[str, Any]:
-    """Writes the folder beside `out`, certifies it and renames it to `out`; returns the certificate.
-
-    Raises:
-        CheckpointError: see `export_command`.
-    """
+    """Writes the folder beside `out`, certifies it and renames it to `out`; returns the certificate."""
     config, tokenizer = exported.native.config, exported.tokenizer
     if tokenizer is not None:
         if len(tokenizer) > config.vocab_size:
@@ -164,9 +153,6 @@ def _generation_of(exported: Exported) -> GenerationConfig:
 def read_tokenizer(asked: str | None, recorded: Architecture) -> PreTrainedTokenizerBase | None:
     """The run's tokenizer, with the tokens, template and settings that the run gave it, or the one of `--tokenizer`;
     None = without one. Code in its folder is not run.
-
-    Raises:
-        ValueError: it cannot be read.
     """
     name = recorded.tokenizer if asked is None else asked
     if name in ("", NO_TOKENIZER):

@@ -58,9 +58,6 @@ def frozen_sources(
     Args:
         base: the checkpoint's record of them.
         place: a folder or name; None = the recorded one.
-
-    Raises:
-        ValueError: the model is not there, or is another one.
     """
     recorded = base if isinstance(base, Mapping) else {}
     where = place or str(recorded.get("from") or "")
@@ -89,14 +86,7 @@ def frozen_sources(
 
 
 def merge(architecture: Architecture, weights: Weights, dtype: str | None) -> Weights:
-    """The weights without adapters, which are added to the others when these are read.
-
-    Args:
-        dtype: of the sums, which are rounded once; None = that of the weights.
-
-    Raises:
-        ValueError: there are no adapters.
-    """
+    """The weights with their adapters, added when they are read; `dtype`: of the sums, which are rounded once."""
     scale = _scale_of(architecture)
     factors = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
     tensors = weights.read(factors)
@@ -119,18 +109,12 @@ def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float) -> Tensor:
 def write_adapter(
     architecture: Architecture, weights: Weights, out: Path, *, base: str | None, form: str, dtype: str | None
 ) -> str:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`.
+    """Writes `adapter_config.json` and `adapter_model.safetensors`; returns a sentence about them.
 
     Args:
         base: name or folder of the model that is adapted; None = the recorded one.
         form: peft | per-expert.
         dtype: of the tensors, as torch names it; None = fp32.
-
-    Returns:
-        A sentence on what was written.
-
-    Raises:
-        ValueError: there are no adapters, other weights were trained too, or the model's family has no such experts.
     """
     scale = _scale_of(architecture)
     if others := _trained_beside(weights.found):
@@ -192,16 +176,10 @@ def _trained_beside(found: Found) -> list[str]:
 
 
 def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:
-    """Writes a PEFT folder's adapters in another format.
+    """Writes a PEFT folder's adapters in another format; returns a sentence about them.
 
     Args:
         base: the folder of the model that is adapted, for its `config.json` and its tokenizer, if `folder` has none.
-
-    Returns:
-        A sentence on what was written.
-
-    Raises:
-        ValueError: no base, a model of another kind, or a folder that cannot be read.
     """
     try:
         config = json.loads((Path(base or "") / "config.json").read_text())
@@ -226,13 +204,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
 
 
 def _write(
-    factors: Factors,
-    out: Path,
-    scale: float,
-    dtype: str | None,
-    *,
-    base: str | None,
-    pairs: Pairs | None,
+    factors: Factors, out: Path, scale: float, dtype: str | None, *, base: str | None, pairs: Pairs | None
 ) -> None:
     """Writes the folder: the tensors of `pairs`, or peft's fused ones. A local `base` is recorded as absolute path."""
     layers = sorted({layer for layer, _, _ in factors})

@@ -57,13 +57,7 @@ class Exported:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-def certify(
-    exported: Exported,
-    folder: Path,
-    *,
-    with_logits: bool | None = None,
-    not_copied: Sequence[str] = (),
-) -> dict[str, Any]:
+def certify(exported: Exported, folder: Path, *, with_logits: bool | None, not_copied: Sequence[str]) -> dict[str, Any]:
     """Compares a folder with the checkpoint, and writes the certificate to the folder.
 
     Writes our model's logits, too, so that those of other programs can be compared with them.
@@ -168,12 +162,8 @@ def _compare_tokenizer(exported: Exported, folder: Path, problems: list[str]) ->
     if found:
         problems.append(f"the folder's tokenizer differs from the run's in {', '.join(found)}")
     sentence = sentence_for(tokenizer)
-    ids_of_the_run = None if recorded is None else digest_of(there) == recorded
-    return {
-        "sentence": sentence,
-        "ids": there(sentence, verbose=False)["input_ids"],
-        "ids_of_the_run": ids_of_the_run,
-    }
+    same = None if recorded is None else digest_of(there) == recorded
+    return {"sentence": sentence, "ids": there(sentence, verbose=False)["input_ids"], "ids_of_the_run": same}
 
 
 def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -283,9 +273,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
 
     Args:
         tensors: by name, without the architecture's prefix; all of one floating-point dtype but for buffers.
-
-    Raises:
-        ValueError: tensors are missing or unexpected; names some.
     """
     from llmfoundry.models.mpt import MPTForCausalLM
     from llmfoundry.models.utils import init_empty_weights

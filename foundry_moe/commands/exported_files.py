@@ -67,11 +67,7 @@ class Weights:
 
     @staticmethod
     def of(store: Store, found: Found) -> Weights:
-        """The model's tensors by name, in the manifest's order.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+        """The model's tensors by name, in the manifest's order."""
         prefix = "model."
         manifest = found.manifest
         every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
@@ -83,11 +79,7 @@ class Weights:
         return Weights(store=store, found=found, sources=sources)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors whole in memory.
-
-        Raises:
-            CheckpointError: data is damaged.
-        """
+        """Tensors whole in memory."""
         chosen = {name: self.sources[name] for name in names}
         stored = [source.stored for source in chosen.values() if source.stored]
         read = exchange.read_whole(self.store, self.found, stored)
@@ -127,12 +119,7 @@ def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
 def export(store: Store, found: Found, out: Path, *, file_bytes: float) -> dict[str, str]:
     """Writes the model of a commit to the folder `out`, as it is; returns the file of each tensor, as the index has it.
 
-    Args:
-        file_bytes: a file ends before it would grow beyond this; one tensor may.
-
-    Raises:
-        ValueError: `out` is in use.
-        CheckpointError: there is no model, or data is damaged: then nothing is written.
+    A file ends before it would grow beyond `file_bytes`; one tensor may.
     """
     weights = Weights.of(store, found)
     targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
@@ -145,11 +132,7 @@ def write_targets(
 ) -> dict[str, str]:
     """Writes tensors to the folder `out`, each assembled from parts of a commit's tensors, and then their index.
 
-    Args:
-        dtype: floating-point tensors are cast to it; None = as they are.
-
-    Raises:
-        CheckpointError: data is damaged, safetensors does not have a tensor's dtype, or a file cannot be written.
+    Floating-point tensors are cast to `dtype`; None = as they are.
     """
     dtypes = {target.name: _dtype_of(target, weights.sources, dtype) for target in targets}
     sizes = {target.name: target.count * dtypes[target.name].itemsize for target in targets}
@@ -186,10 +169,6 @@ def export_state(store: Store, found: Found, out: Path, kind: str) -> int:
 
     Args:
         kind: `dcp`, a folder for `FileSystemReader`, or `torch`, one file of `torch.save`.
-
-    Raises:
-        ValueError: `out` is in use.
-        CheckpointError: data is damaged: then nothing is written.
     """
     contents = Contents(found.manifest)
     stored = exchange.read_whole(store, found, list(found.manifest.tensors))

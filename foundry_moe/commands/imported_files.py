@@ -77,11 +77,7 @@ def import_weights(
 
 
 def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
-    """The model's tensors by name.
-
-    Raises:
-        CheckpointError: see `import_weights`.
-    """
+    """The model's tensors by name."""
     if not source.exists():
         raise CheckpointError(f"{source}: there is no such file or folder")
     if source.is_dir():

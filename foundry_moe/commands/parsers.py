@@ -1,7 +1,6 @@
 """Arguments of the commands of `foundry-moe`.
 
-Each `add_..._parser` sets `run` to a function of the parsed arguments that returns an exit code. A command's modules
-are imported when it runs, so that `--help` and `check` start in half a second.
+A command's modules are imported when it runs, so that `--help` and `check` start in half a second.
 """
 
 from __future__ import annotations
@@ -34,15 +33,20 @@ positive = _number(float, lambda value: 0 < value < float("inf"), "a finite numb
 positive_int = _number(int, lambda value: value >= 1, "1 or more")
 
 
-def add_command(commands: Any, name: str, help: str, description: str = "", *, example: str) -> argparse.ArgumentParser:
+def add_command(
+    commands: Any, name: str, run: str, help: str, description: str = "", *, example: str
+) -> argparse.ArgumentParser:
     """Adds a command to those of `foundry-moe` or of `foundry-moe checkpoints`.
 
     Args:
+        run: `module:function` of this package, from the parsed arguments to an exit code.
         description: default: `help` as a sentence.
         example: the arguments of an example.
     """
     parser = commands.add_parser(name, help=help, description=description or f"{help[0].upper()}{help[1:]}.")
     parser.epilog = f"example: {parser.prog} {example}"
+    module, _, function = run.partition(":")
+    parser.set_defaults(run=lambda arguments: getattr(import_module(f"foundry_moe.{module}"), function)(arguments))
     return parser
 
 
@@ -67,16 +71,11 @@ def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> N
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
-def command_of(module: str, name: str) -> Callable[[argparse.Namespace], int]:
-    """A function that imports a module of this package and calls its function `name`."""
-    return lambda arguments: getattr(import_module(f"foundry_moe.{module}"), name)(arguments)
-
-
 def add_check_parser(subparsers: Any) -> None:
-    """`foundry-moe check`."""
     parser = add_command(
         subparsers,
         "check",
+        "commands.check:check_command",
         help="validate a run's YAML",
         description="Reads a run's YAML as the training command does and prints a line for each mistake (exit code "
         "2), or a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
@@ -88,14 +87,13 @@ def add_check_parser(subparsers: Any) -> None:
     parser.add_argument("--gpus", type=positive_int, help="check that the mesh and the batch fit this many GPUs")
     parser.add_argument("--data", action="store_true", help="treat missing data as an error")
     parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
-    parser.set_defaults(run=command_of("commands.check", "check_command"))
 
 
 def add_train_parser(subparsers: Any) -> None:
-    """`foundry-moe train`."""
     parser = add_command(
         subparsers,
         "train",
+        "train:train_command",
         help="train a run on this machine",
         description="Checks the run, then starts one process per GPU, and waits for the last save when it is stopped "
         "(SIGTERM, Ctrl-C). The same command resumes the run.",
@@ -104,14 +102,13 @@ def add_train_parser(subparsers: Any) -> None:
     parser.add_argument("yaml", help="the run")
     add_overrides(parser, "keys of the run, as in max_duration=100ba")
     parser.add_argument("-n", "--nproc", type=positive_int, help="processes (default: the GPUs of this machine, or 1)")
-    parser.set_defaults(run=command_of("train", "train_command"))
 
 
 def add_verify_parser(subparsers: Any) -> None:
-    """`foundry-moe verify`."""
     parser = add_command(
         subparsers,
         "verify",
+        "commands.verify.certify:verify_command",
         help="certify that training on meshes equals training on one process",
         description="Trains a shrunk copy of the run, or five small models without a run, on a mesh and on one process "
         "with LLM Foundry's trainer, and prints the largest relative differences of losses, gradients, weights, "
@@ -135,14 +132,13 @@ def add_verify_parser(subparsers: Any) -> None:
         help="tolerances are 1e-10 and 1e-4 (default: fp32; without a run, fp64 on cpu)",
     )
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
-    parser.set_defaults(run=command_of("commands.verify.certify", "verify_command"))
 
 
 def add_certify_parser(subparsers: Any) -> None:
-    """`foundry-moe certify`."""
     parser = add_command(
         subparsers,
         "certify",
+        "commands.certify:certify_command",
         help="compare two records of any PyTorch trainer's steps",
         description="Compares the records that foundry_moe.certify.Recorder wrote for two runs that should be the "
         "same, such as one process and many, or a run and its resumption. Prints the first step and tensors that "
@@ -172,14 +168,13 @@ def add_certify_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_store_arguments(parser)
-    parser.set_defaults(run=command_of("commands.certify", "certify_command"))
 
 
 def add_plan_parser(subparsers: Any) -> None:
-    """`foundry-moe plan`."""
     parser = add_command(
         subparsers,
         "plan",
+        "commands.plan.command:plan_command",
         help="estimate mesh, memory, messages and step time of a run",
         description="Reads a run's YAML and prints the mesh, the parameters, the memory of each GPU, and the messages "
         "and time of a step. Starts no training. Warns if the run does not fit or is slow. Exit code 1 if the run does "
@@ -199,14 +194,13 @@ def add_plan_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--constants", type=Path, help="file of benchmarks/calibrate.py (default: that of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.set_defaults(run=command_of("commands.plan.command", "plan_command"))
 
 
 def add_loads_parser(subparsers: Any) -> None:
-    """`foundry-moe loads`."""
     parser = add_command(
         subparsers,
         "loads",
+        "loads.page:loads_command",
         help="draw the experts' loads of a run as an HTML page",
         description="Reads the JSON lines of callbacks.expert_load.file, also during the run, and writes one HTML file "
         "that opens in any browser without a server or a network.",
@@ -214,14 +208,13 @@ def add_loads_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", type=Path, help="the path in callbacks.expert_load.file")
     parser.add_argument("--html", type=Path, metavar="OUT", help="the page (default: beside the file)")
-    parser.set_defaults(run=command_of("loads.page", "loads_command"))
 
 
 def add_export_parser(subparsers: Any) -> None:
-    """`foundry-moe export`."""
     parser = add_command(
         subparsers,
         "export",
+        "commands.export:export_command",
         help="a trained model as a Hugging Face folder, for transformers, vLLM and SGLang",
         description="Writes a checkpoint's model in the names, layouts and configuration of its Hugging Face family, a "
         "block in memory at a time, and compares it with the checkpoint: each tensor's hash, and the logits of plain "
@@ -260,17 +253,14 @@ def add_export_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)
-    parser.set_defaults(run=command_of("commands.export", "export_command"))
 
 
 def add_checkpoints_parser(subparsers: Any) -> None:
-    """`foundry-moe checkpoints` and its commands."""
     parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
     commands = parser.add_subparsers(dest="checkpoints_command", required=True)
 
     def command(name: str, help_text: str, example: str) -> argparse.ArgumentParser:
-        sub = add_command(commands, name, help_text, example=example)
-        sub.set_defaults(run=command_of("commands.checkpoints", f"run_{name}"))
+        sub = add_command(commands, name, f"commands.checkpoints:run_{name}", help_text, example=example)
         sub.add_argument("folder", help="s3://, gs:// or az://, or a path; for a run's folder its checkpoints/ is used")
         add_store_arguments(sub)
         return sub

@@ -26,11 +26,7 @@ _FORMS = {
 
 
 def parse_interval(text: str, where: str, unit: str | None = None) -> Time:
-    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`. `unit`: the only one that is valid, `sec` or `ba`.
-
-    Raises:
-        ValueError: anything else; `where` is named.
-    """
+    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`. `unit`: the only one that is valid, `sec` or `ba`."""
     time = parse_time(text)
     units = (unit,) if unit else ("sec", *COUNTS)
     if time is None or time.unit not in units or time.amount <= 0 or (time.unit != "sec" and time.amount % 1):
@@ -150,11 +146,7 @@ class CheckpointConfig:
 
 
 def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
-    """From the user's keys; `async` is `asynchronous`, because `async` is a keyword of Python.
-
-    Raises:
-        ValueError: a sentence for each mistake, with key, value and what would be valid.
-    """
+    """From the user's keys; `async` is `asynchronous`, because `async` is a keyword of Python."""
     keys = {"asynchronous" if key == "async" else key: value for key, value in mapping.items()}
     try:
         return from_mapping(CheckpointConfig, keys, WHERE)

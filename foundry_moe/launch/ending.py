@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig, checkpoint_config
 
@@ -57,12 +57,9 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
     Defaults where they cannot be read: the run itself reports what is wrong.
     """
     try:
-        from omegaconf import OmegaConf
+        from foundry_moe.launch.run_config import load_run, plain
 
-        from foundry_moe.launch.run_config import load_run
-
-        found: Any = OmegaConf.select(load_run(words[0], list(words[1:])), "callbacks.elastic_checkpoint")
-        keys: Any = None if found is None else OmegaConf.to_container(found, resolve=True)
+        keys = plain(load_run(words[0], list(words[1:])))["callbacks"].get("elastic_checkpoint")
         return DEFAULTS if keys is None else checkpoint_config(keys)
     except Exception:
         return DEFAULTS
@@ -133,13 +130,10 @@ class Restart(SystemExit):
     """Ends the process with exit code RESTART, through any script that runs it."""
 
 
-def leave(sentence: str) -> None:
+def leave(sentence: str) -> NoReturn:
     """Ends this process with exit code RESTART, even if an exit handler waits for other processes.
 
     Rank 0 prints the sentence, after the exit handlers of loggers.
-
-    Raises:
-        Restart: always.
     """
     global _code, _last_line
     _code, _last_line = code_here(RESTART), sentence  # all ranks leave
@@ -160,15 +154,12 @@ def wait_to_end(seconds: float, code: int) -> None:
     time.sleep(seconds)
 
 
-def leave_after_handlers(code: int) -> None:
+def leave_after_handlers(code: int) -> NoReturn:
     """Ends this process with an exit code, after the exit handlers of loggers, without Python's finalization.
 
     After an error a process group is left as it is: other ranks may wait in a collective. Its threads sometimes end an
     interpreter that finalizes with "terminate called without an active exception" (torch 2.11, gloo, Python 3.12).
-    Without a process group Python ends as usual, so a caller may catch the exception.
-
-    Raises:
-        SystemExit: always.
+    Without a process group Python ends as usual, so a caller may catch the SystemExit.
     """
     global _code
     distributed = sys.modules.get("torch.distributed")

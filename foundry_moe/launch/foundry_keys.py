@@ -17,18 +17,9 @@ from typing import Any
 from foundry_moe.schema import KINDS, UserError, caught, fits, nearest, one_of, refuse_unknown, section, yaml_value
 
 MPT_VOCABULARY = 50368  # LLM Foundry's default of `vocab_size`
-# names of this package, for a checkout that is not installed
-OURS: Mapping[str, tuple[str, ...]] = {
-    "models": ("dmoe_causal_lm",),
-    "algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
-    "callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
-    "optimizers": ("decoupled_adamw_fused", "muon"),
-    "attention_implementations": ("sdpa",),
-}
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
 REPORTS = ("expert_load", "run_report")  # callbacks of this package that `schema.checks_keys` checks
 _KINDS = {**KINDS, "list": "a list", "dict": "a mapping of keys to values", "null": "null"}
-_LOSSES = "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy"  # of dmoe_causal_lm
 MPTS = ("mpt_causal_lm", "dmoe_causal_lm")
 # sections whose `name` is an entry of a registry, and sections whose keys are entries of the registry of that name
 _NAMED = {
@@ -91,7 +82,7 @@ class _Walk:
 
     def entry(self, where: str, name: str, settings: Any, registry: str) -> Iterator[str]:
         """Mistakes in a registered name and the keys given to it."""
-        shape = _shape_of(registry, name)
+        shape = table()["registries"][registry].get(name)
         if where in self.skipped:
             return
         if shape is None:
@@ -105,7 +96,7 @@ class _Walk:
             yield from self.shape(where, settings or {}, shape, name)
 
     def groups(self, optimizer: Mapping[str, Any]) -> Iterator[str]:
-        shape = _shape_of("optimizers", str(optimizer.get("name")))
+        shape = table()["registries"]["optimizers"].get(str(optimizer.get("name")))
         groups = optimizer.get("param_groups")
         for index, group in enumerate(groups if isinstance(groups, list) else ()):
             where = f"optimizer.param_groups.{index}"
@@ -183,7 +174,8 @@ def known_names(registry: str) -> list[str]:
     names = table()["registries"].get(registry) or table()["names"].get(registry) or ()
     groups = _GROUPS.get(registry, (registry,))
     installed = [name for group in groups for name in installed_names().get(f"llmfoundry_{group}", ())]
-    return sorted({*names, *OURS.get(registry, ()), *installed})
+    ours = table()["ours"].get(registry, ())  # of a checkout that is not installed
+    return sorted({*names, *ours, *installed})
 
 
 @cache
@@ -197,12 +189,3 @@ def installed_names() -> dict[str, list[str]]:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else "dict" if isinstance(value, Mapping) else type(value).__name__
-
-
-def _shape_of(registry: str, name: str) -> Mapping[str, Any] | None:
-    """The keys of a name whose signature is known."""
-    entries = table()["registries"][registry]
-    if name == "dmoe_causal_lm":
-        mpt = entries["mpt_causal_lm"]
-        return {**mpt, "keys": {**mpt["keys"], "moe": "dict|null", "loss_fn": _LOSSES}}
-    return entries.get(name)

@@ -14,7 +14,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,36 +28,32 @@ GRACE_S = 2.0
 STACK_LINES = 12  # of each rank that has hung
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The arguments of each rank. `folder` is shared by all ranks."""
-
-    world_size: int
-    backend: str
-    folder: str
-    timeout_s: float
-    threads: int
-
-
-def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """One rank, from process start to exit code. Rank 0's result and every rank's error go to files."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size)
-    )
-    folder = Path(job.folder)
+def _enter(
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    world_size: int,
+    backend: str,
+    folder: Path,
+    timeout_s: float,
+) -> None:
+    """One rank, from process start to exit code. Rank 0's result and every rank's error go to files of `folder`."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in place.items()})
     # also works within a call that hangs, unlike a handler in Python
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack-{rank}").open("w", encoding="utf-8"))
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size) if backend == "gloo" else 4)
     use_loopback()
     try:
-        if job.backend != "gloo":
+        if backend != "gloo":
             torch.cuda.set_device(rank)
         dist.init_process_group(
-            job.backend,
+            backend,
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=job.timeout_s),
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
         result = function(*arguments)
         if rank == 0:
@@ -81,15 +76,12 @@ def run_processes(
     timeout_s: float = 300.0,
     preload: Sequence[str] = ("torch",),
 ) -> Any:
-    """Runs `function(*arguments)` on `world_size` new processes that form a process group.
+    """Runs `function(*arguments)` on `world_size` new processes that form a process group; returns rank 0's result.
 
     Args:
         function: importable by name; returns on rank 0 what `torch.save` can write.
         timeout_s: for the whole run, and for each collective in it.
         preload: modules that the fork server imports; the first launch of this process fixes them for all later ones.
-
-    Returns:
-        Rank 0's result.
 
     Raises:
         RuntimeError: a rank raised, died or ran out of time. All others have been killed; the message holds the
@@ -97,11 +89,11 @@ def run_processes(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    threads = max(1, (os.cpu_count() or 1) // world_size) if backend == "gloo" else 4
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = Job(world_size=world_size, backend=backend, folder=folder, timeout_s=timeout_s, threads=threads)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        job = {"world_size": world_size, "backend": backend, "folder": folder, "timeout_s": timeout_s}
         processes = [
-            context.Process(target=_enter, args=(rank, job, function, arguments), name=f"rank {rank}")
+            context.Process(target=_enter, args=(rank, function, arguments), kwargs=job, name=f"rank {rank}")
             for rank in range(world_size)
         ]
         for process in processes:
@@ -110,11 +102,11 @@ def run_processes(
             failed = _wait(processes, timeout_s)
             if failed:
                 if not any(process.exitcode for process in processes):
-                    _write_stacks(processes, Path(folder))
+                    _write_stacks(processes, folder)
                 settle(lambda: any(process.is_alive() for process in processes))
                 codes = [process.exitcode for process in processes]
-                raise RuntimeError(_describe(codes, Path(folder), timeout_s))
-            return torch.load(Path(folder) / "result.pt", weights_only=False)
+                raise RuntimeError(_describe(codes, folder, timeout_s))
+            return torch.load(folder / "result.pt", weights_only=False)
         finally:
             for process in processes:
                 if process.is_alive():

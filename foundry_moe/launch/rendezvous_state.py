@@ -27,11 +27,7 @@ _WHERE = "the state of the rendezvous"
 
 
 def shared_token() -> bytes:
-    """The token that all nodes share, from the environment or the file that it names; empty without one.
-
-    Raises:
-        ValueError: the file cannot be read, or is empty.
-    """
+    """The token that all nodes share, from the environment or the file that it names; empty without one."""
     path = os.environ.get(TOKEN_FILE)
     if not path:
         return os.environ.get(TOKEN, "").encode()
@@ -66,11 +62,7 @@ def encode(state: _RendezvousState, key: bytes) -> bytes:
 
 
 def decode(stored: bytes, key: bytes) -> _RendezvousState:
-    """The state in bytes from a store.
-
-    Raises:
-        RendezvousStateError: they are not what `encode` writes with this key.
-    """
+    """The state in bytes from a store; raises RendezvousStateError unless `encode` writes them with this key."""
     try:
         if len(stored) > STATE_BYTES:
             fail(_WHERE, f"{len(stored)} bytes", f"at most {STATE_BYTES}")

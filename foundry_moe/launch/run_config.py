@@ -28,7 +28,7 @@ from foundry_moe.launch.foundry_keys import key_mistakes
 from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit, whole_paths
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
-from foundry_moe.parallel.mesh import check_expert_widths, divisors, listed, plan_mesh
+from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, divisors, listed, plan_mesh
 from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section, sentences_of
 
 MODEL = "dmoe_causal_lm"
@@ -38,14 +38,7 @@ _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
 def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
-    """The YAML with command-line overrides merged in.
-
-    Args:
-        usage: appended to the error if there is no such file.
-
-    Raises:
-        ValueError: the file is missing, a folder or invalid YAML, or an override is not `key=value`.
-    """
+    """The YAML with command-line overrides merged in. `usage`: appended to the error if there is no such file."""
     if Path(path).is_dir():
         raise UserError(f"{path} is a folder: name a run's YAML in it")
     if not Path(path).is_file():
@@ -106,11 +99,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(run: DictConfig) -> dict[str, Any]:
-    """The run as dictionaries and lists, `${...}` resolved.
-
-    Raises:
-        ValueError: a `${...}` has no value.
-    """
+    """The run as dictionaries and lists, `${...}` resolved."""
     try:
         resolved = OmegaConf.to_container(run, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -192,11 +181,7 @@ def _resolved(folder: object) -> str:
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
-    """`algorithms.dmoe` or `model.moe`; None where the run has neither.
-
-    Raises:
-        ValueError: both of them, invalid keys or values, or a model that does not read `moe`.
-    """
+    """`algorithms.dmoe` or `model.moe`; None where the run has neither."""
     algorithms, model = section(run, "algorithms"), section(run, "model")
     name, has_algorithm = model.get("name"), "dmoe" in algorithms
     if has_algorithm and (name == MODEL or model.get("moe") is not None):
@@ -235,12 +220,7 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
         used = ranks_that_train(run, config, machine)
         check_fit(run, used=used, config=config)
         if config is not None and mesh is not None and config.mesh != AUTO:
-            plan = plan_mesh(mesh, world_size=used, ranks_per_node=machine[1], num_experts=config.num_experts)
-            widths = config.expert_hidden_size
-            if isinstance(widths, tuple):
-                check_expert_widths(widths, plan.expert)
-            rows = {"d_model": section(run, "model").get("d_model"), "expert_hidden_size": widths}
-            check_rows(rows, shard=plan.shard, expert=plan.expert)
+            plan_experts(mesh, config, section(run, "model").get("d_model"), gpus=used, ranks_per_node=machine[1])
     elif config is not None and mesh is not None and mesh.expert != AUTO and config.num_experts % mesh.expert:
         raise UserError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
@@ -248,12 +228,20 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machi
         )
 
 
-def launched_machine() -> Machine | None:
-    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher.
+def plan_experts(
+    mesh: MeshConfig, config: MoEConfig, d_model: int | None, *, gpus: int, ranks_per_node: int
+) -> MeshPlan:
+    """The mesh, if it cuts the experts evenly. `d_model`: None if the model's files have it."""
+    plan = plan_mesh(mesh, world_size=gpus, ranks_per_node=ranks_per_node, num_experts=config.num_experts)
+    widths = config.expert_hidden_size
+    if isinstance(widths, tuple):
+        check_expert_widths(widths, plan.expert)
+    check_rows({"d_model": d_model, "expert_hidden_size": widths}, shard=plan.shard, expert=plan.expert)
+    return plan
 
-    Raises:
-        ValueError: they are not positive whole numbers.
-    """
+
+def launched_machine() -> Machine | None:
+    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher."""
     if "WORLD_SIZE" not in os.environ:
         return None
     given = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in os.environ}
@@ -267,11 +255,7 @@ def launched_machine() -> Machine | None:
 
 
 def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None = None) -> int:
-    """The number of the launcher's ranks that fit the mesh; all of them without a mesh.
-
-    Raises:
-        ValueError: see `ranks_in_use`.
-    """
+    """The number of the launcher's ranks that fit the mesh; all of them without a mesh."""
     world_size, ranks_per_node = machine or launched_machine() or (1, 1)
     mesh = mesh_of(run, config)
     if mesh is None:
@@ -285,11 +269,6 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: 
     )
 
 
-_NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"
-_AUTO_NEEDS_GPU = (
-    "device_train_microbatch_size (auto) needs a GPU, and this machine has none: give a number, or start the "
-    "run on a GPU"
-)
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 
 
@@ -308,7 +287,13 @@ def device_notes(run: Mapping[str, Any]) -> list[str]:
 
 def _needs_gpu(run: Mapping[str, Any], *, mps: bool = False) -> Iterator[str]:
     if run.get("device_train_microbatch_size", AUTO) == AUTO:
-        yield _AUTO_NEEDS_GPU
+        yield (
+            "device_train_microbatch_size (auto) needs a GPU, and this machine has none: give a number, or start the "
+            "run on a GPU"
+        )
     precision = run.get("precision", "amp_bf16")
     if precision != "fp32" and not mps:
-        yield _NEEDS_GPU.format(precision)
+        yield (
+            f"precision ({precision}) needs a GPU, and this machine has none: use precision: fp32, or start the run "
+            "on a GPU"
+        )

@@ -12,19 +12,15 @@ from dataclasses import fields
 from typing import Any
 
 from foundry_moe.config import AUTO, MoEConfig, check_batch_size
-from foundry_moe.launch.foundry_keys import MPTS, OURS, table
+from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_files import datasets, loaders, local_json
 from foundry_moe.launch.run_times import time_mistakes
+from foundry_moe.models.families import names_of
 from foundry_moe.optim.values import value_mistakes
 from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # patterns that match every name
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer")  # names in config.json of the number of layers
-# names in config.json of the MoE families that models/families supports
-_HUGGING_FACE_EXPERTS = {
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_top_k"),
-}
 
 
 def moe_path(run: Mapping[str, Any]) -> str:
@@ -68,14 +64,6 @@ def _is_least(value: Any, least: int) -> bool:
     return fits(value, float) and value >= least
 
 
-def _precision(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    precision = run.get("precision", "amp_bf16")
-    if config is not None and "fp8" in str(precision):
-        yield f"precision ({precision}): dMoE layers compute in bf16, fp16 or fp32; use amp_bf16"
-    else:
-        yield from caught(one_of, "precision", precision, table()["precision"])
-
-
 def _model(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     model = section(run, "model")
     name = model.get("name")
@@ -99,8 +87,8 @@ def _hugging_face(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEC
     nested = found.get("ffn_config")
     blocks = {**found, **(nested if isinstance(nested, Mapping) else {})}
     theirs = {
-        key: next((blocks[name] for name in names if fits(blocks.get(name), int)), None)
-        for key, names in _HUGGING_FACE_EXPERTS.items()
+        key: next((blocks[name] for name in names_of(key) if fits(blocks.get(name), int)), None)
+        for key in ("num_experts", "top_k")
     }
     if (theirs["num_experts"] or 0) < 2:
         if model.get("pretrained", True):
@@ -123,7 +111,7 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
     yield from _heads(model, attention, sizes["d_model"], sizes["n_heads"])
     if attention.get("qk_ln") and attention.get("qk_gn"):
         yield "model.attn_config: qk_ln and qk_gn are alternatives: delete one"
-    sdpa = attention.get("attn_impl", "sdpa" if model["name"] in OURS["models"] else "flash") == "sdpa"
+    sdpa = attention.get("attn_impl", "sdpa" if model["name"] == "dmoe_causal_lm" else "flash") == "sdpa"
     if sdpa and attention.get("attn_logit_softcapping") is not None:
         yield "model.attn_config.attn_logit_softcapping: attn_impl sdpa does not support it: use attn_impl: torch"
     if config is not None:
@@ -195,6 +183,8 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
 
 def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     """Parts of Composer and LLM Foundry that fail with an error of their own, or in their first step."""
+    if config is not None and run.get("precision") == "amp_fp8":
+        yield "precision (amp_fp8): dMoE layers compute in bf16, fp16 or fp32; use amp_bf16"
     seed: Any = run.get("seed")
     if fits(seed, int) and not 0 <= seed < 2**32:
         yield f"seed ({seed}) must be 0 to {2**32 - 1}, as numpy's must"
@@ -247,4 +237,4 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
 
 
 # mistakes in values that depend on others: each gets the run and its experts, if it has any
-VALUE_CHECKS = (_lengths, _precision, time_mistakes, _model, _optimizer, _callbacks, _loaders, _unsupported)
+VALUE_CHECKS = (_lengths, time_mistakes, _model, _optimizer, _callbacks, _loaders, _unsupported)

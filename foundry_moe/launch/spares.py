@@ -82,11 +82,7 @@ def take_place(ranks: int) -> bool:
 
 
 def _store() -> Store:
-    """A client of the store that the run's process group uses, with a prefix for this start of the run.
-
-    Raises:
-        OSError, RuntimeError: it does not answer.
-    """
+    """The store of the run's process group, with a prefix for this start of the run; raises if it does not answer."""
     from torch.distributed import PrefixStore, TCPStore  # slow, and few runs have spares
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -100,11 +96,7 @@ def _store() -> Store:
 
 
 def wait_as_spare() -> None:
-    """Returns when the run has ended. A launcher that restarts the ranks ends this process first.
-
-    Raises:
-        RuntimeError: the run's store stopped answering, or never answered.
-    """
+    """Returns when the run has ended. A launcher that restarts the ranks ends this process first."""
     store: Store | None = None
     heard, seen = time.monotonic(), False
     while True:

@@ -16,7 +16,7 @@ it would fail again, or stop the process that took over.
 failed, each agent kills its own processes, which wait for it, and all restart. `--rdzv-backend foundry` (`rendezvous`)
 waits for fewer seconds for other nodes in a restart, and outlives a restart of its store.
 
-The private functions of torch that are replaced here are listed in `foundry_moe.launch`.
+docs/explanation/design.md lists the private functions of torch that are replaced here.
 """
 
 from __future__ import annotations

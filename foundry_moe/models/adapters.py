@@ -68,10 +68,6 @@ def follow_peft(model: nn.Module) -> None:
         experts.adapters_enabled = partial(switch, search=number == 0)
 
 
-def _adapters_off() -> bool:
-    return False
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within this context experts compute without their LoRA adapters, as the frozen model that the run began with.
@@ -89,7 +85,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         )
     before = [experts.adapters_enabled for experts in found]
     for experts in found:
-        experts.adapters_enabled = _adapters_off
+        experts.adapters_enabled = lambda: False
     try:
         yield
     finally:
@@ -141,11 +137,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the configuration of a PEFT folder.
-
-    Raises:
-        ValueError: it cannot be read, or holds adapters that compute something else than one scale times B A.
-    """
+    """The tensors and the configuration of a PEFT folder."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -173,11 +165,7 @@ def scale_of(config: Mapping[str, Any]) -> float:
 
 
 def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: int, folder: Path) -> Factors:
-    """Reads factors of all formats. A tensor that belongs to no expert is an error, since the run would not train it.
-
-    Args:
-        config: of the folder.
-    """
+    """Reads factors of all formats. A tensor that belongs to no expert is an error: the run would not train it."""
     rank = int(config["r"])
     # before 0.19 peft took all fused weights for [E, K, N]: its A had the outputs of [E, N, K], its B the inputs
     written_by = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
@@ -213,11 +201,7 @@ def factors_of(tensors: dict[str, Tensor], config: Mapping[str, Any], experts: i
 
 
 def _of_rank(a_EKM: Tensor, b_ENM: Tensor, matrix: str, rank: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """The factors without the zero columns that an export adds, where gate and up share one rank of twice the size.
-
-    Raises:
-        ValueError: the folder's rank is not the run's.
-    """
+    """The factors without the zero columns that an export adds, where gate and up share one rank of twice the size."""
     found = a_EKM.shape[2]
     if found == rank:
         return a_EKM, b_ENM

@@ -10,12 +10,7 @@ from foundry_moe.schema import UserError
 
 
 def _allowed(
-    queries: int,
-    keys: int,
-    is_causal: bool,
-    window: int,
-    key_padding_mask: Tensor | None,
-    device: torch.device,
+    queries: int, keys: int, is_causal: bool, window: int, key_padding_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """True where a query attends: [queries, keys], or [batch, 1, queries, keys] with padding. None = everywhere."""
     position_Q1 = torch.arange(keys - queries, keys, device=device)[:, None]
@@ -56,9 +51,6 @@ def sdpa_attention(
         past_key_value: caches [batch, heads, head width, positions] and [batch, heads, positions, head width].
         key_padding_mask: [batch, key positions], True for real tokens. In training MPT pads on the right only, where
             the causal mask hides the padding from every real token, so it is not needed then.
-
-    Raises:
-        ValueError: attention weights or soft-capping, which torch's function does not support.
     """
     if needs_weights or attn_logit_softcapping is not None:
         raise UserError(

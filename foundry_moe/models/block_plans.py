@@ -80,15 +80,7 @@ class FFNBlock:
         return self.family is not None
 
     def plan(self, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
-        """The layer that replaces this block.
-
-        Args:
-            source: of `source_of`.
-            from_files: weights on the meta device are read from files later.
-
-        Raises:
-            ValueError: the configuration does not fit the block.
-        """
+        """The layer that replaces this block. `from_files`: weights on the meta device are read from files later."""
         if self.family is not None and self.blocks is not None:
             return _plan_sparse(self.name, self.family, self.blocks, config)
         assert self.dense is not None
@@ -96,11 +88,7 @@ class FFNBlock:
 
 
 def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] | None) -> list[FFNBlock]:
-    """The model's blocks in the order of layers, or only those of `named`.
-
-    Raises:
-        ValueError: an MoE model of an unknown family, or a name that the model does not have.
-    """
+    """The model's blocks in the order of layers, or only those of `named`."""
     if named is not None:
         return _find_named(model, named)
     for name, module in model.named_modules():
@@ -260,19 +248,8 @@ def _gate_of(name: str, blocks: Blocks, config: MoEConfig) -> dict[str, Any]:
     return {**blocks.gate, **config.gate}
 
 
-# the mean of sigmoid(x w) while w is small
-_UNTRAINED_SIGMOID = 0.5
-
-
 def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
-    """Returns G, how many shards the block is cut into.
-
-    Args:
-        config: with `expert_hidden_size` and `activation` resolved.
-
-    Raises:
-        ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
-    """
+    """Returns G, how many shards the block is cut into. `config` has its width and activation resolved."""
     if config.activation != block.activation:
         raise UserError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
@@ -303,7 +280,7 @@ def weight_scale(config: MoEConfig, shards: int) -> float:
     if gate.get("normalize", True):
         total = scale
     elif gate.get("score", "softmax") == "sigmoid":
-        total = scale * config.top_k * _UNTRAINED_SIGMOID
+        total = scale * config.top_k * 0.5  # the mean of sigmoid(x w) while w is small
     else:
         total = scale * config.top_k / config.num_experts
     return shards / total

@@ -45,15 +45,7 @@ class Blocks:
 
 
 def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_layers: int) -> Blocks:
-    """A model of ours as `Blocks`, for `Family.write`.
-
-    Args:
-        config: with `expert_hidden_size` and `activation` resolved.
-        layers: indices of its MoE layers.
-
-    Raises:
-        ValueError: tokens are dropped, or experts have biases or several widths, which no family does.
-    """
+    """A model of ours as `Blocks`, for `Family.write`. `config` has its width and activation resolved."""
     if isinstance(config.expert_hidden_size, tuple):
         raise UserError(
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
@@ -68,11 +60,7 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
 
 
 def gate_keys(blocks: Blocks) -> dict[str, Any]:
-    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults.
-
-    Raises:
-        ValueError: another gate.
-    """
+    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults."""
     name = blocks.gate.get("name")
     keys = {"score": "softmax", "normalize": True, "scale": 1.0, "bias_balance": False, "groups": 1, "group_limit": 0}
     if name == "switch":  # in evaluation the top one of softmax scores, unnormalised

@@ -7,6 +7,7 @@ from typing import Any
 
 from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MOST_EXPERTS
+from foundry_moe.models.families import names_of
 from foundry_moe.schema import UserError
 
 MOST_LAYERS = 10_000
@@ -17,10 +18,7 @@ WIDTH, HEADS, LAYERS = (
     ("n_heads", "num_attention_heads"),
     ("n_layers", "num_hidden_layers"),
 )
-_EXPERTS = (  # of a layer, and of a token
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    *("num_experts_per_tok", "moe_top_k"),
-)
+_EXPERTS = (*names_of("num_experts"), *names_of("top_k"))
 _POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")
 _SIZES = (*WIDTH, *HEADS, "vocab_size", "max_seq_len", "max_position_embeddings")
 _OPTIONAL_SIZES = (
@@ -45,11 +43,7 @@ def first_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def check_configuration(config: Mapping[str, Any], where: str) -> None:
-    """Checks the types of a configuration's parts and the limits of its numbers.
-
-    Raises:
-        ValueError: an invalid value; names its key.
-    """
+    """Checks the types of a configuration's parts and the limits of its numbers."""
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")
     todo: list[tuple[str, Any]] = [(where, config)]

@@ -71,11 +71,7 @@ class Family:
     beside: Callable[[Blocks], list[WeightPart]] = lambda blocks: []
 
     def read(self, config: Any) -> Blocks:
-        """Its sparse blocks, from a `PretrainedConfig`.
-
-        Raises:
-            ValueError: a value that dMoE layers do not support; names the key and the value.
-        """
+        """Its sparse blocks, from a `PretrainedConfig`."""
         found = {key: self.to_ours(key, _get(config, name)) for key, name in (_KEYS | self.keys).items()}
         found |= self.fixed
         gate = {key.removeprefix("gate."): found.pop(key) for key in list(found) if key.startswith("gate.")}
@@ -85,11 +81,7 @@ class Family:
         return Blocks(**found, gate={"name": "topk", **gate}, layers=layers, gate_output=self.gate_output)
 
     def write(self, blocks: Blocks) -> dict[str, Any]:
-        """Keys of its configuration for sparse blocks such as these: the reverse of `read`, for `Config(**keys)`.
-
-        Raises:
-            ValueError: the family has no such blocks; names our key, its value, and a valid value.
-        """
+        """Keys of its configuration for sparse blocks such as these: the reverse of `read`, for `Config(**keys)`."""
         found = blocks.settings() | {"d_model": blocks.d_model, "num_layers": blocks.num_layers}
         found |= {f"gate.{key}": value for key, value in gate_keys(blocks).items()}
         fixed = {key: value for key, value in _FIXED.items() if key not in self.keys} | self.fixed
@@ -332,12 +324,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a Hugging Face `model_type`.
+def names_of(key: str) -> tuple[str, ...]:
+    """What families call a field of `Blocks`, without the part of the configuration that it is in."""
+    return tuple(dict.fromkeys((_KEYS | family.keys)[key].rpartition(".")[2] for family in FAMILIES.values()))
 
-    Raises:
-        ValueError: another model.
-    """
+
+def family_of(model_type: str) -> Family:
+    """The family of a Hugging Face `model_type`."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(family.name for family in FAMILIES.values())

@@ -161,9 +161,6 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
 
     Args:
         parts: names of its linear maps under `w1`, `v1` (of a GLU) and `w2`, and `activation`; None = read from it.
-
-    Raises:
-        ValueError: the module is not a known FFN, or has no such linear maps.
     """
     if parts is None:
         found = read_dense(module)
@@ -190,11 +187,7 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
 
 
 def check_nothing_else(name: str, block: DenseFFN) -> None:
-    """Refuses a block with parameters beside its linear maps: replacing it would remove them.
-
-    Raises:
-        ValueError: names these parameters.
-    """
+    """Refuses a block with parameters beside its linear maps: replacing it would remove them."""
     known = tuple(f"{linear}." for linear in block.names.values())
     others = [parameter for parameter, _ in block.module.named_parameters() if not parameter.startswith(known)]
     if others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,7 @@ def by_tensor(parts: Iterable[WeightPart]) -> dict[str, list[WeightPart]]:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face model on disk, by name.
-
-    Raises:
-        ValueError: no such folder, no safetensors in it, a file that is missing, truncated or no safetensors, or two
-            files that hold the same tensor.
-    """
+    """The tensors of a Hugging Face model on disk, by name."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -147,16 +142,13 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
     Args:
         model: has MoE layers from `apply_dmoe` and real memory, sharded or not.
         root: name of the Hugging Face model inside `model`.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, or has another shape or dtype.
     """
-    wanted = dict(_wanted(model, root))
-    for _, sources in wanted.values():
-        for part in sources:
-            folder.check(part.theirs, part.their_shape)
-    _refuse_extra(model, folder, {part.theirs for _, parts in wanted.values() for part in parts}, root)
-    for tensor, sources in wanted.values():
+    wanted = _wanted(model, root)
+    parts = [part for _, sources in wanted for part in sources]
+    for part in parts:
+        folder.check(part.theirs, part.their_shape)
+    _refuse_extra(model, folder, {part.theirs for part in parts}, root)
+    for tensor, sources in wanted:
         local, begin = local_box(tensor)
         fill(local, begin, sources, folder.part)
         folder.close()
@@ -167,30 +159,29 @@ def check_names(model: nn.Module, folder: SafetensorsFolder, *, root: str = "") 
     module = model.get_submodule(root)
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     optional = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
-    for _, sources in dict(_wanted(model, root)).values():
+    for _, sources in _wanted(model, root):
         for name in (part.theirs for part in sources):
             if name.removeprefix(prefix) not in folder.files and not any(re.search(key, name) for key in optional):
                 folder.check_name(name)
 
 
-def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[WeightPart]]]]:
+def _wanted(model: nn.Module, root: str) -> list[tuple[Tensor, list[WeightPart]]]:
     """Each tensor of the model with its parts in the folder, under full names."""
     prefix = f"{root}." if root else ""
-    layers = named_moe_layers(model)
-    saved = model.state_dict().keys()
+    layers, found = named_moe_layers(model), []
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, layer in layers.items():
         block = plain_name(name).removeprefix(prefix)
         for ours, parts in by_tensor(layer.sources).items():
             full = [replace(part, theirs=f"{block}.{part.theirs}") for part in parts]
-            yield f"{name}.{ours}", (tensors[f"{name}.{ours}"], full)
+            found.append((tensors[f"{name}.{ours}"], full))
     inside = tuple(f"{name}." for name in layers)
-    plain = {plain_name(name) for name in saved}
+    saved = {plain_name(name) for name in model.state_dict()}
     for name, tensor in tensors.items():
         clean = plain_name(name)
-        if clean not in plain or (inside and name.startswith(inside)) or not clean.startswith(prefix):
-            continue
-        yield name, (tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)])
+        if clean in saved and clean.startswith(prefix) and not name.startswith(inside):
+            found.append((tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)]))
+    return found
 
 
 def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str], root: str) -> None:
@@ -216,9 +207,6 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     """A function that gives the tensors of a Hugging Face folder the names and layouts of a run of `hf_causal_lm`.
 
     None if the folder holds no model of a family of ours.
-
-    Raises:
-        ValueError: a configuration that dMoE layers do not support.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -322,11 +310,7 @@ def safetensors_in(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, files: list[Path]) -> list[Path]:
-    """The files, if each lies in the folder; links to `blobs` are followed where the hub's cache has made them.
-
-    Raises:
-        ValueError: a symbolic link leads elsewhere.
-    """
+    """The files, if each lies in the folder; links to `blobs` are followed where the hub's cache has made them."""
     real = folder.resolve()
     allowed = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
     for file in files:

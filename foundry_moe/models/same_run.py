@@ -163,16 +163,11 @@ def check_model(here: Mapping[str, Any], there: object, where: str = "model") ->
     Raises:
         ValueError: they differ; names the key and both values.
     """
-    if not isinstance(there, Mapping):
-        return
-    there = _readable(there)
-    for key in here:
-        if key in there and here[key] != there[key]:
-            raise UserError(
-                f"{where}.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(there[key])}, "
-                f"and its weights would compute something else; use {yaml_value(there[key])}, or give this run another "
-                "folder"
-            )
+    for key, value in _differences(here, there).items():
+        raise UserError(
+            f"{where}.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(value)}, and its "
+            f"weights would compute something else; use {yaml_value(value)}, or give this run another folder"
+        )
 
 
 def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str, Any] | None = None) -> list[str]:
@@ -182,21 +177,19 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
         asked, there: `describe_training` of this run and of the checkpoint.
         holds: of this run after loading, since the optimizer's state contains the checkpoint's learning rate.
     """
-    if not isinstance(there, Mapping):
-        return []
-    there = _readable(there)
     holds = asked if holds is None else holds
     return [
-        f"{key}: this run sets {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
+        f"{key}: this run sets {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(value)}, and "
         f"{yaml_value(holds.get(key))} is used"
-        for key in asked
-        if key in there and asked[key] != there[key]
+        for key, value in _differences(asked, there).items()
     ]
 
 
-def _readable(there: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's description with texts as `_plain` has them, to be compared and shown."""
-    return {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
+def _differences(here: Mapping[str, Any], there: object) -> dict[str, Any]:
+    """The checkpoint's values of the keys in which it differs, with texts as `_plain` has them."""
+    common = {key: there[key] for key in here if key in there} if isinstance(there, Mapping) else {}
+    shown = {key: printable(value) if isinstance(value, str) else value for key, value in common.items()}
+    return {key: value for key, value in shown.items() if value != here[key]}
 
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any]:

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from foundry_moe.commands.verify.cases import small_cases
-from foundry_moe.commands.verify.certify import certify
+from foundry_moe.commands.verify.certify import certify, small_cases
 from foundry_moe.commands.verify.trial import Trial, train_trials
 
 YAML = Path(__file__).parents[1] / "distributed" / "tiny.yaml"

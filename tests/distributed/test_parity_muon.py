@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from foundry_moe.commands.verify.cases import small_cases
 from foundry_moe.commands.verify.certify import certify as verify
+from foundry_moe.commands.verify.certify import small_cases
 from foundry_moe.commands.verify.trial import Trial, train_trials
 from tests.helpers.small_training import CASES, TOLERANCE, certify, largest
 from tests.helpers.stacks import trainable

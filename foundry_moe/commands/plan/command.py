@@ -42,11 +42,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str:
-    """One line about the backend of the experts on a chip of `CHIPS`, with the torch and Triton of this host.
-
-    Raises:
-        ValueError: the chip does not support the run's backend.
-    """
+    """One line about the backend of the experts on a chip of `CHIPS`, with the torch and Triton of this host."""
     precision = str(run.get("precision", "amp_bf16"))
     text = describe_backend(
         shape.moe.backend,

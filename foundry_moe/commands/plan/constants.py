@@ -96,8 +96,8 @@ class Constants:
             raise UserError(f"format ({self.format}) must be {FORMAT}: measure again with benchmarks/calibrate.py")
         if self.contention < 0:
             raise UserError(f"contention ({self.contention}) must be 0 or more")
-        _check_positive({name: getattr(self, name) for name in ("gpus", "launch_s")})
-        _check_positive({name: getattr(self, name) for name in ("attention_flops_per_s", "memory_bytes_per_s")})
+        alone = ("gpus", "launch_s", "attention_flops_per_s", "memory_bytes_per_s")
+        _check_positive({name: getattr(self, name) for name in alone})
         for name in ("dense_flops_per_s", "expert_flops_per_s"):
             rates = getattr(self, name)
             if not rates or not all(width.isdigit() and int(width) for width in rates):
@@ -117,11 +117,7 @@ def rate_at(rates: Mapping[str, float], width: float) -> float:
 
 
 def read_constants(path: Path) -> Constants:
-    """Constants from their file.
-
-    Raises:
-        ValueError: the file is missing or invalid; the message names the key.
-    """
+    """Constants from their file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -136,11 +132,7 @@ def read_constants(path: Path) -> Constants:
 
 
 def shipped_constants(chip: str) -> Constants:
-    """The constants of a chip in this package.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The constants of a chip in this package."""
     path = Path(__file__).parent / f"constants_{chip}.json"
     if not path.is_file():
         raise UserError(

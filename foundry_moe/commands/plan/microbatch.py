@@ -18,11 +18,7 @@ LESS = 0.9  # of the memory that a run lacked, at most: the planner is within 4%
 
 
 def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
-    """The plan with the largest microbatch that fits.
-
-    Raises:
-        ValueError: none fits, or the planner does not support the model.
-    """
+    """The plan with the largest microbatch that fits."""
     run = _with_loss_of_here(run)
     try:
         plan = plan_run({**run, MICROBATCH: AUTO}, machine)
@@ -37,11 +33,7 @@ def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
 
 
 def choose_mesh(run: Mapping[str, Any], machine: Machine, device_type: str) -> tuple[dict[str, int], str]:
-    """The widths of the fastest mesh that fits, and a line about it; the one with the least memory if none fits.
-
-    Raises:
-        ValueError: the batch fits no mesh of these GPUs, or the planner does not support the model.
-    """
+    """The widths of the fastest mesh that fits, and a line about it; the one with the least memory if none fits."""
     try:
         plans, invalid = search_meshes(_with_loss_of_here(run), machine)
     except UserError as error:

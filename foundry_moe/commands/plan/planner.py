@@ -14,10 +14,10 @@ from typing import Any
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
-from foundry_moe.config import AUTO, RESHARD, MeshConfig, check_batch_size, check_rows
-from foundry_moe.launch.run_config import mesh_of
+from foundry_moe.config import AUTO, RESHARD, MeshConfig, check_batch_size
+from foundry_moe.launch.run_config import mesh_of, plan_experts
 from foundry_moe.launch.spares import ranks_in_use
-from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
+from foundry_moe.parallel.mesh import Mesh, MeshPlan, divisors
 from foundry_moe.schema import UserError, section
 
 MICROBATCH = "device_train_microbatch_size"
@@ -126,9 +126,6 @@ def plan_run(
     Args:
         shape: of its model, if it has been read.
         mesh: in place of the run's own.
-
-    Raises:
-        ValueError: the run has no experts, its model is not supported, or its mesh or batch is invalid.
     """
     shape = shape or read_shape(run)
     if mesh is None and shape.moe.mesh == AUTO:
@@ -138,13 +135,14 @@ def plan_run(
         return found[0]
     config = mesh or mesh_of(run, shape.moe) or MeshConfig()
     batch = run.get("global_train_batch_size")
-    nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": shape.moe.num_experts}
-    gpus = ranks_in_use(config, world_size=machine.gpus, batch_size=batch, **nodes)
-    plan = plan_mesh(config, world_size=gpus, **nodes)
-    widths = shape.moe.expert_hidden_size
-    if isinstance(widths, tuple):
-        check_expert_widths(widths, plan.expert)
-    check_rows({"d_model": shape.d_model, "expert_hidden_size": widths}, shard=plan.shard, expert=plan.expert)
+    gpus = ranks_in_use(
+        config,
+        world_size=machine.gpus,
+        ranks_per_node=machine.gpus_per_node,
+        num_experts=shape.moe.num_experts,
+        batch_size=batch,
+    )
+    plan = plan_experts(config, shape.moe, shape.d_model, gpus=gpus, ranks_per_node=machine.gpus_per_node)
     sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get(MICROBATCH, AUTO)
     fsdp = section(run, "fsdp_config")
@@ -193,9 +191,6 @@ def search_meshes(
     Returns:
         Meshes that fit, fastest first, with tight ones last; then those that do not fit, by memory. The reasons by
         (replicate, shard, expert).
-
-    Raises:
-        ValueError: the run has no experts, its model is not supported, or a key is invalid.
     """
     shape = shape or read_shape(run)
     given = mesh_of(run, shape.moe) or MeshConfig()

@@ -134,11 +134,7 @@ class ModelShape:
 
 
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
-    """The shape of a run's model with its experts; `check_whole_run` checks the values.
-
-    Raises:
-        ValueError: no experts, a kind of model that is not supported, or a size that is missing.
-    """
+    """The shape of a run's model with its experts; `check_whole_run` checks the values."""
     moe, model = read_moe(run), section(run, "model")
     if moe is None:
         raise UserError("the run has no experts: add algorithms.dmoe or model.moe")
@@ -238,11 +234,7 @@ def _has_fused_loss(model: Mapping[str, Any]) -> bool:
 
 
 def read_config(model: Mapping[str, Any]) -> Any:
-    """The configuration of a run's Hugging Face model, with its overrides, from a folder or transformers' cache.
-
-    Raises:
-        ValueError: no name is given, or its configuration cannot be read.
-    """
+    """The configuration of a run's Hugging Face model, with its overrides, from a folder or transformers' cache."""
     from transformers import AutoConfig
 
     where = "model.pretrained_model_name_or_path"

@@ -1,7 +1,7 @@
 """`foundry-moe verify`: compares small runs on their meshes with the same runs on one process.
 
-The small runs are shrunk copies of a user's run, or of those of `cases`. Launches the trials and builds a certificate
-of each run from their results. Must not know how a trial trains.
+The small runs are shrunk copies of a user's run, or of those of cases.yaml. Launches the trials and builds a
+certificate of each run from their results. Must not know how a trial trains.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from foundry_moe.commands.plan.shape import HUGGING_FACE
-from foundry_moe.commands.verify.cases import DEFAULT_MESHES, small_cases
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
 from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, changes, moe_keys, shrink
 from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials, trial_of
@@ -34,6 +34,9 @@ from foundry_moe.launch.run_config import check_whole_run, load_run, own_mistake
 from foundry_moe.parallel.mesh import Mesh, can_replicate
 from foundry_moe.schema import UserError, raise_mistakes, section
 
+DEFAULT_MESHES: tuple[Mesh, ...] = (
+    *((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8)),
+)
 # Launches, if there are cores for them: on a GPU most of the time imports modules and compiles kernels.
 _SIDE_BY_SIDE = 5
 Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
@@ -85,6 +88,11 @@ class Certificate:
         return json.dumps({**asdict(self), "rows": rows, "verdict": self.verdict})
 
 
+def small_cases() -> dict[str, dict[str, Any]]:
+    """The runs that are verified without a YAML, by name."""
+    return yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))["runs"]
+
+
 def certify(
     runs: Mapping[str, Mapping[str, Any]],
     meshes: Sequence[Mesh | None] = (None,),
@@ -103,9 +111,6 @@ def certify(
         meshes: of every run; None = the run's, shrunk.
         precision: fp64 | fp32.
         train: the function of the child processes; tests inject faults with it.
-
-    Raises:
-        ValueError: a run has no experts or does not fit a mesh, or one of its trials fails.
     """
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         options = {"device": device, "precision": precision}
@@ -257,11 +262,7 @@ def _other_mesh(run: SmallRun) -> Mesh | None:
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
-    """`foundry-moe verify`: prints the certificates; 0 if nothing differs.
-
-    Raises:
-        ValueError: what is wrong with the run or the options, in one sentence.
-    """
+    """`foundry-moe verify`: prints the certificates; 0 if nothing differs."""
     started = time.monotonic()
     os.environ["PYTHONWARNINGS"] = "ignore"  # modules that the fork server imports
     devices = torch.cuda.device_count() if arguments.device == "cuda" else math.inf
@@ -278,13 +279,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
         check_whole_run(run)
         os.environ.pop("WORLD_SIZE", None)  # of a launcher: small runs have other numbers of processes
         runs, meshes, precision = {arguments.yaml: run}, arguments.mesh or [None], "fp32"
-    certificates = certify(
-        runs,
-        meshes,
-        device=arguments.device,
-        precision=arguments.precision or precision,
-        timeout_s=arguments.timeout_s,
-    )
+    precision = arguments.precision or precision
+    certificates = certify(runs, meshes, device=arguments.device, precision=precision, timeout_s=arguments.timeout_s)
     for certificate in certificates:
         if arguments.json:
             print(certificate.as_json())

@@ -130,11 +130,7 @@ class Formula:
         return y_TD
 
     def auxiliary_losses(self, routed: Routed, lengths: list[int]) -> dict[str, Tensor]:
-        """The configured losses of real tokens, times their weights.
-
-        Args:
-            lengths: tokens of each sequence.
-        """
+        """The configured losses of real tokens, times their weights. `lengths`: tokens of each sequence."""
         probs_TE, chosen_TE = routed.probs_TE, routed.chosen_TE
         parts = [(probs_TE, chosen_TE)]
         if self.config.balance_over == "sequence":

@@ -160,10 +160,8 @@ def build_loader(
 ) -> DataSpec:
     """LLM Foundry's constructor of the loader: tokens uniform below `vocabulary`, without 0, some models' padding.
 
-    A microbatch of the job is consecutive sequences, of which each rank has a consecutive part.
-
-    Args:
-        uneven: each sequence has its own numbers of real and of trained tokens; else all are both.
+    A microbatch of the job is consecutive sequences, of which each rank has a consecutive part. With `uneven`, each
+    sequence has its own numbers of real and of trained tokens; else all are both.
     """
     ranks, rank = dist.get_world_size(), dist.get_global_rank()
     own = [i for i in range(steps * device_batch_size * ranks) if i // microbatch % ranks == rank]

@@ -51,11 +51,7 @@ class Row:
 def compare_trials(
     mesh: Mapping[str, Any], alone: Mapping[str, Any], *, steps: int, clips: bool, tolerance: float = TOLERANCE["fp32"]
 ) -> list[Row]:
-    """The mesh against one process.
-
-    Args:
-        tolerance: of all rows except the weights at the start, which must be equal.
-    """
+    """The mesh against one process, within `tolerance`; the weights at the start must be equal."""
     rows: list[Row] = []
     ours, theirs = ({step.number: step for step in seen["record"].steps} for seen in (alone, mesh))
     shapes = alone["record"].shapes

@@ -78,9 +78,6 @@ def shrink(
         device: cpu | cuda.
         precision: fp64 | fp32; 16-bit rounding would move tokens to other experts.
         scale: of the widths of a model that is small already.
-
-    Raises:
-        ValueError: a mesh for a run without one.
     """
     small = copy.deepcopy({key: value for key, value in run.items() if key in _KEPT})
     config = read_moe(small)

@@ -32,9 +32,6 @@ def write_small_model(
     Returns:
         The run; the scale of widths; the folder where the run loads weights whose meaning it keeps, else empty; and
         what was changed.
-
-    Raises:
-        ValueError: the configuration cannot be read, or has no sizes that are known.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -98,28 +98,15 @@ def trial_of(
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-    """Several trainings, one after another, in one launch; returns what each left, by name.
+    """Several trainings, one after another, in one launch; returns what each `TrialRecorder` has seen, by name.
 
     Rank 0 writes a line to stderr after each.
     """
-    seen = {}
-    for trial in trials:
-        began = time.monotonic()
-        seen[trial.name] = train_trial(trial)
-        if os.environ["RANK"] == "0":
-            line = f"trained on {trial.processes}: {trial.name}, {time.monotonic() - began:.1f} s\n"
-            sys.stderr.write(line)  # in one piece, since launches run side by side
-    return seen
-
-
-def train_trial(trial: Trial) -> dict[str, Any]:
-    """One training; see `recorder.TrialRecorder` for what it returns."""
     os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer reads NODE_RANK when it saves
     # warnings of the trainer would hide the table
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_default_dtype(torch.float64 if trial.precision == "fp64" else torch.float32)
     torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train
@@ -130,7 +117,14 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
         registry.callbacks.register(RECORDER, func=TrialRecorder)
-    trainer = train(OmegaConf.create(dict(trial.run)))
-    seen = TrialRecorder.last.seen
-    trainer.close()
+    seen = {}
+    for trial in trials:
+        began = time.monotonic()
+        torch.set_default_dtype(torch.float64 if trial.precision == "fp64" else torch.float32)
+        trainer = train(OmegaConf.create(dict(trial.run)))
+        seen[trial.name] = TrialRecorder.last.seen
+        trainer.close()
+        if os.environ["RANK"] == "0":
+            line = f"trained on {trial.processes}: {trial.name}, {time.monotonic() - began:.1f} s\n"
+            sys.stderr.write(line)  # in one piece, since launches run side by side
     return seen

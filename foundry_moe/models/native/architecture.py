@@ -64,11 +64,7 @@ class Architecture:
 
     @staticmethod
     def from_info(info: Mapping[str, Any], where: str) -> Architecture:
-        """Reads a description from a checkpoint's info, which is not trusted.
-
-        Raises:
-            ValueError: the description is missing or invalid; names `where`.
-        """
+        """Reads a description from a checkpoint's info, which is not trusted."""
         found = info.get(KEY)
         if found is None:
             raise UserError(
@@ -99,13 +95,9 @@ class Architecture:
         )
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compares the sizes of the model with those of the checkpoint's tensors, before the model is built.
+        """Compares the model's sizes with those of the checkpoint's tensors, before the model is built.
 
-        Args:
-            shapes: by name without `prefix`.
-
-        Raises:
-            ValueError: the sizes differ.
+        The tensors are named without `prefix`.
         """
         width, words = (first_of(self.config, keys) for keys in (WIDTH, ("vocab_size",)))
         if not any(shape == (words, width) for shape in shapes.values()):

@@ -64,11 +64,7 @@ _INSIDE = {
 
 
 def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, dict[str, Any]]:
-    """The family that computes what this MPT does, and the keys of its configuration.
-
-    Raises:
-        ValueError: there is none; names the key that prevents it and a valid value.
-    """
+    """The family that computes what this MPT does, and the keys of its configuration."""
     attention = config["attn_config"]
     family = FAMILIES["qwen3_moe" if attention.get("qk_gn") else "olmoe" if attention.get("qk_ln") else "mixtral"]
     for key, value, valid in _differences(config, family, normalize=gate_keys(blocks)["normalize"]):

@@ -49,9 +49,11 @@ def let_save(model: nn.Module) -> None:
     for number, module in enumerate(found):
         was = type(module)
         if number:
-            module.save_pretrained = partial(_refuse, f"this {was.__name__} is a part of a model with dMoE layers")
+            reason = f"this {was.__name__} is a part of a model with dMoE layers; save the whole model"
+            module.save_pretrained = partial(_refuse, reason)
         elif not was.__name__.endswith("ForCausalLM"):
-            module.save_pretrained = partial(_refuse, f"no family of Hugging Face MoE models has a {was.__name__}")
+            reason = f"no family of Hugging Face MoE models has a {was.__name__}; {_HOW}"
+            module.save_pretrained = partial(_refuse, reason)
         elif not issubclass(was, SavesNative):
             _become_native(module)
 
@@ -70,11 +72,7 @@ def _unpickle(was: type[nn.Module]) -> nn.Module:
 
 
 def native_of_model(model: nn.Module) -> Native:
-    """The family that a model in memory is exported as.
-
-    Raises:
-        ValueError: no family computes this; names the key that prevents it and a valid value.
-    """
+    """The family that a model in memory is exported as."""
     architecture = architecture_of(model)
     if architecture is None:
         raise UserError(f"{type(model).__name__} has no dMoE layers, or is no Hugging Face model")
@@ -82,8 +80,7 @@ def native_of_model(model: nn.Module) -> Native:
 
 
 def _refuse(reason: str, *_: Any, **__: Any) -> None:
-    how = "save the whole model" if reason.startswith("this") else _HOW
-    raise UserError(f"save_pretrained: {reason}; {how}")
+    raise UserError(f"save_pretrained: {reason}")
 
 
 class SavesNative(nn.Module):

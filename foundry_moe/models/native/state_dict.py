@@ -59,11 +59,7 @@ class Native:
     rename: Callable[[str, tuple[int, ...]], list[WeightPart]]
 
     def targets(self, shapes: Shapes) -> list[Target]:
-        """All tensors of the family's state dict, from ours by name.
-
-        Raises:
-            ValueError: the tensors do not match the architecture: some would be lost, or are missing.
-        """
+        """All tensors of the family's state dict, from ours by name."""
         prefixes = {match[1]: int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
         if sorted(prefixes.values()) != sorted(self.blocks.layers):
             raise UserError(
@@ -90,11 +86,7 @@ class Native:
 
 
 def native_of(architecture: Architecture) -> Native:
-    """The family that computes what this model does.
-
-    Raises:
-        ValueError: there is none; names the key that prevents it and a valid value.
-    """
+    """The family that computes what this model does."""
     model_type, config = architecture.model_type, dict(architecture.config)
     if architecture.experts.lora is not None:
         raise UserError(
@@ -123,11 +115,7 @@ def native_of(architecture: Architecture) -> Native:
 
 
 def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, dict[str, Any]]:
-    """The family that an upcycled dense model is exported as, and the keys of its configuration.
-
-    Raises:
-        ValueError: the family does not compute the same; names the key and a valid value.
-    """
+    """The family that an upcycled dense model is exported as, and the keys of its configuration."""
     model_type = str(config["model_type"])
     family_type, wanted = _DENSE[model_type]
     family = FAMILIES[family_type]

@@ -47,14 +47,7 @@ def targets_of(parts: Iterable[WeightPart]) -> list[Target]:
 
 
 def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that each element of each source goes to exactly one place, and that every target is filled.
-
-    Args:
-        sources: shapes of our tensors.
-
-    Raises:
-        ValueError: anything else: tensors of another model, or an error in the code that made the targets.
-    """
+    """Checks that each element of each source goes to exactly one place, and that every target is filled."""
     taken = dict.fromkeys(sources, 0)
     seen: set[tuple[str, int | None, int]] = set()
     for target in targets:

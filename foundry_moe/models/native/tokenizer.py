@@ -26,7 +26,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
         return {}
     return {
         "flags": {key: value for key in _FLAGS if type(value := tokenizer.init_kwargs.get(key)) is bool},
-        "added": [[index, _fields(token)] for index, token in sorted(tokenizer.added_tokens_decoder.items())],
+        "added": [[index, token.__getstate__()] for index, token in sorted(tokenizer.added_tokens_decoder.items())],
         "special": dict(tokenizer.special_tokens_map),
         "chat_template": tokenizer.chat_template,
         # LLM Foundry sets the largest where the run sets none
@@ -76,8 +76,3 @@ def differences(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) ->
     """The parts in which two tokenizers differ: ids, added and special tokens, chat template, sides and length."""
     first, second = describe_tokenizer(one), describe_tokenizer(other)
     return [key for key in first if key != "flags" and first[key] != second[key]]
-
-
-def _fields(token: AddedToken) -> dict[str, Any]:
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {name: getattr(token, name) for name in names}
