@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import Entry, endpoint_problem
-from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, client_address, limit_of
+from foundry_moe.checkpoint.store_remote import CODES, Codes, RemoteStore, client_address, limit_of
 
 PIECE_BYTES = 2**18  # largest read from a connection
 OF_ENVIRONMENT = "the endpoint_url of AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile"
@@ -195,7 +195,8 @@ class S3Store(RemoteStore):
                 self._call("abort", "abort_multipart_upload", Key=name, UploadId=upload)
             raise
 
-    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+    @contextlib.contextmanager
+    def open(self, key: str, span: tuple[int, int] | None) -> Iterator[tuple[int, Iterator[bytes]]]:
         wanted = {} if span is None else {"Range": f"bytes={span[0]}-{sum(span) - 1}"}
         answer = self._call(f"read {key}", "get_object", Key=self._key(key), **wanted)
         size_bytes, body = answer["ContentLength"], answer["Body"]
@@ -209,7 +210,8 @@ class S3Store(RemoteStore):
             except (bce.BotoCoreError, HTTPError, OSError) as error:
                 raise self._translate(error, f"read {key}") from error
 
-        return Opened(size_bytes=size_bytes, pieces=pieces(), close=body.close)
+        with contextlib.closing(body):
+            yield size_bytes, pieces()
 
     def size_bytes(self, key: str) -> int | None:
         name = self._key(key)
