@@ -181,42 +181,34 @@ class FileStore(Store):
         """Includes temporary files of killed processes, so that they are deleted with their attempt."""
         found: list[Entry] = []
         top = prefix.rpartition("/")[0]
-
-        def look(folder: int, above: str) -> None:
-            with os.scandir(folder) as items:
-                for item in items:
-                    key = above + item.name
-                    if item.is_dir(follow_symlinks=False):
-                        if f"{key}/".startswith(prefix):
-                            visit(folder, item.name, key)
-                    elif key.startswith(prefix):
-                        if not item.is_file(follow_symlinks=False) or not key.isprintable():
-                            self._warn(key)
-                            continue
-                        try:
-                            status = item.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue  # deleted meanwhile
-                        found.append(Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
-
-        def visit(folder: int, name: str, key: str) -> None:
-            try:
-                below = os.open(name, FOLDER, dir_fd=folder)
-            except FileNotFoundError:
-                return  # deleted meanwhile
-            try:
-                look(below, f"{key}/")
-            finally:
-                os.close(below)
-
         try:
             with self._opened(checked_key(top) if top else "") as folder:
-                look(folder, f"{top}/" if top else "")
+                found.extend(self._walk(folder, f"{top}/" if top else "", prefix))
         except OSError as error:
             translated = self._translate(error, f"list {prefix}".rstrip(), top)
             if isinstance(translated, NotAnObjectError) or not isinstance(translated, NotFoundError):
                 raise translated from error
         return iter(sorted(found, key=lambda entry: entry.key))
+
+    def _walk(self, folder: int, above: str, prefix: str) -> Iterator[Entry]:
+        """The files below an open folder, without those that are deleted meanwhile."""
+        with os.scandir(folder) as items:
+            for item in items:
+                key = above + item.name
+                with contextlib.suppress(FileNotFoundError):
+                    if item.is_dir(follow_symlinks=False):
+                        if f"{key}/".startswith(prefix):
+                            below = os.open(item.name, FOLDER, dir_fd=folder)
+                            try:
+                                yield from self._walk(below, f"{key}/", prefix)
+                            finally:
+                                os.close(below)
+                    elif key.startswith(prefix):
+                        if item.is_file(follow_symlinks=False) and key.isprintable():
+                            status = item.stat(follow_symlinks=False)
+                            yield Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime)
+                        else:
+                            self._warn(key)
 
     def _warn(self, key: str) -> None:
         if key not in self._warned:
