@@ -38,7 +38,7 @@ torch 2.11.0:
 Composer 0.32.1:
 
 - `trainer.checkpoint.load_checkpoint` and `trainer.maybe_create_object_store_from_uri`
-  (`callbacks/composer_checkpoints.py`): skip `load_path` in a run that resumes, and read one that is a folder of
+  (`callbacks/elastic_checkpoint.py`): skip `load_path` in a run that resumes, and read one that is a folder of
   `elastic_checkpoint`. Public way: none; callbacks do not see the path. Composer documents a replacement of the first.
 - `prepare_distributed.meta_init` (`algorithms/weights_from_files.py`): gives parameters memory without drawing values.
   Public way: none found; Composer calls it for every model on the meta device.
