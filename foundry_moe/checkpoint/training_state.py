@@ -240,7 +240,7 @@ def targets_in(
     flat = flatten(state_dict, world_size, inline=False)
     tensors, layouts = dict(flat.tensors), dict(flat.layouts)
     stored, entries = manifest.values, manifest.tensors
-    if sections is not None and isinstance(stored, Mapping):
+    if sections is not None:
         stored = {key: value for key, value in stored.items() if key in sections}
         entries = {name: entry for name, entry in entries.items() if name.partition(".")[0] in sections}
     small = inline_tensors(stored)
