@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 from composer.core import Callback, State, Time
 from composer.loggers import Logger
+from composer.trainer import trainer
 from composer.utils import dist
 
-from foundry_moe.callbacks.composer_checkpoints import load_elsewhere
 from foundry_moe.callbacks.data_order import enter_datamix, fix_order
 from foundry_moe.callbacks.elastic_state import check_storable, continue_progress_bars, reseed, restore_optimizers
-from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, start_from
+from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, log_on_first_rank, start_from
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.collective_errors import Ranks
@@ -113,8 +113,8 @@ class ElasticCheckpoint(Callback):
 
         def load(folder: str, weights_only: bool, others: list[str]) -> None:
             if skips:
-                if dist.get_global_rank() == 0:
-                    log.info("%s is not loaded: the run resumes from a checkpoint in %s", folder, self.config.folder)
+                resumed = f"the run resumes from a checkpoint in {self.config.folder}"
+                log_on_first_rank(log, f"{folder} is not loaded: {resumed}")
                 return
             for key in others:
                 raise UserError(
@@ -130,8 +130,8 @@ class ElasticCheckpoint(Callback):
         self._restore_loading()
         check_storable(state)
         self._checkpoints = RunCheckpoints(self.config, state, self._watch.group())
-        if self.config.resume == "never" and dist.get_global_rank() == 0:
-            log.info("%s: a new run, because resume is never", self.config.folder)
+        if self.config.resume == "never":
+            log_on_first_rank(log, f"{self.config.folder}: a new run, because resume is never")
         loaded = self._checkpoints.load(state, self.config.resume, lambda: self._mark("finding the checkpoint"))
         if loaded is None:
             return
@@ -161,8 +161,7 @@ class ElasticCheckpoint(Callback):
         parts = ", ".join(f"{phase} {end - start:.1f}" for (_, start), (phase, end) in pairwise(marks))
         if self.resumed_from is not None:
             logger.log_metrics({"checkpoint/resume_seconds": total_s})
-        if dist.get_global_rank() == 0:
-            log.info("First batch, since this process began: %.1f s (%s).", total_s, parts)
+        log_on_first_rank(log, f"First batch, since this process began: {total_s:.1f} s ({parts}).")
 
     # Saving
 
@@ -291,11 +290,40 @@ class ElasticCheckpoint(Callback):
             restore_optimizers(state, loaded.state["optim"], keep_settings=keep)
         self._watch.forget_bad_batches()
         logger.log_metrics({"checkpoint/rewound_to": loaded.step})
-        if dist.get_global_rank() == 0:
-            log.warning(
-                "%s. Went back to the weights of batch %d; batches %d to %d are skipped.",
-                sentence,
-                loaded.step,
-                loaded.step + 1,
-                step,
-            )
+        skipped = f"batches {loaded.step + 1} to {step} are skipped"
+        log_on_first_rank(
+            log, f"{sentence}. Went back to the weights of batch {loaded.step}; {skipped}.", logging.WARNING
+        )
+
+
+def load_elsewhere(is_ours: Callable[[str], bool], load: Callable[[str, bool, list[str]], None]) -> Callable[[], None]:
+    """Keeps Composer from reading some `load_path` until the function that is returned is called: see
+    docs/explanation/design.md.
+
+    `load_path` names the starting point of a run, or the checkpoint that `autoresume` has found.
+
+    Args:
+        is_ours: called with `load_path`; whether Composer must not read it.
+        load: called instead, with `load_path`, `load_weights_only` and the names of other keys that are set.
+    """
+    create, original = trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint
+    ours = ""
+
+    def create_object_store(uri: str) -> Any:
+        nonlocal ours
+        ours = uri if is_ours(uri) else ""
+        return None if ours else create(uri)
+
+    def load_checkpoint(path: str, *args: Any, **keys: Any) -> Any:
+        if not ours:
+            return original(path, *args, **keys)
+        others = [f"load_{key}" for key in ("ignore_keys", "exclude_algorithms") if keys.get(key)]
+        load(ours, keys.get("load_weights_only", False), others)
+        return None
+
+    def restore() -> None:
+        trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint = create, original
+
+    trainer.maybe_create_object_store_from_uri = create_object_store
+    trainer.checkpoint.load_checkpoint = load_checkpoint
+    return restore

@@ -153,15 +153,13 @@ def check(
         DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
         MismatchError: this run has other groups of parameters, or fewer samples than the checkpoint has read.
     """
-    _only(loaded, SECTIONS, "the checkpoint")
-    optim = _mapping(loaded.get("optim", {}), "optim")
+    _mapping(loaded, "the checkpoint", SECTIONS)
+    optim = _mapping(loaded.get("optim", {}), "optim", ("state", "param_groups"))
     ours = here.get("optim") or {}
-    _only(optim, ("state", "param_groups"), "optim")
     _check_groups(optim.get("param_groups", []), ours.get("param_groups") or [])
     for name, value in _mapping(optim.get("state", {}), "optim.state").items():
         _mapping(value, f"optim.state.{name}")
-    composer = _mapping(loaded.get("composer", {}), "composer")
-    _only(composer, (*BY_NAME, *PLAIN), "composer")
+    composer = _mapping(loaded.get("composer", {}), "composer", (*BY_NAME, *PLAIN))
     mine = here.get("composer") or {}
     for section in BY_NAME:
         for name, state in _mapping(composer.get(section) or {}, f"composer.{section}").items():
@@ -223,8 +221,7 @@ def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], wher
 
 def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
     """The position in the data. Streaming computes with it in data workers, whose errors appear long after a load."""
-    _only(dataset, ("train", "eval"), "dataset_state")
-    train = dataset.get("train")
+    train = _mapping(dataset, "dataset_state", ("train", "eval")).get("train")
     if not isinstance(train, Mapping):
         return
     limits = {"sample_in_epoch": MOST, "shuffle_seed": 2**32 - 1}
@@ -241,15 +238,13 @@ def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
         )
 
 
-def _only(found: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    for key in found:
-        if key not in keys:
-            raise DamagedError(f"{where} holds {shown(key)}, which is not on the list of what is loaded: {list(keys)}")
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+def _mapping(value: Any, where: str, keys: Sequence[str] = ()) -> Mapping[str, Any]:
+    """A dictionary by name, of no other names than `keys` if there are any."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise DamagedError(f"{where} is a {type(value).__name__}, not a dictionary by name")
+    for key in value if keys else ():
+        if key not in keys:
+            raise DamagedError(f"{where} holds {shown(key)}, which is not on the list of what is loaded: {list(keys)}")
     return value
 
 

@@ -97,22 +97,13 @@ class ExpertLoad(Callback):
     A warning names a layer whose loads stay on few experts (see `load_health`).
     Each log reads the device once.
 
-    YAML:
-
-        callbacks:
-          expert_load:
-            interval: 10ba       # how often to log
-            per_layer: true      # also the figures of each layer
-            shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
-            file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
-            html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
-
     Args:
-        interval: a Composer time string.
+        interval: how often to log, a Composer time string such as `10ba`.
         per_layer: log each layer's figures; `file` has them anyway.
-        shares: log each expert's share; for few experts.
-        file: where the JSON lines go (rank 0 writes them); a resumed run appends to them.
-        html: where the page of `file` goes; `foundry-moe loads FILE.jsonl --html OUT` makes one at any time.
+        shares: log `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers; for few experts.
+        file: where all loads and figures go, a JSON object each time (rank 0 writes them); a resumed run appends.
+        html: where a page of `file` goes when training ends; `foundry-moe loads FILE.jsonl --html OUT` makes one at any
+            time.
 
     Raises:
         ValueError: an unknown key, an invalid interval, `file` that is a URI, or `html` without another `file`.

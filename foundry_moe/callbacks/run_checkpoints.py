@@ -44,6 +44,11 @@ PROGRESS_S = (0.5, 10.0)  # after which the progress of a save that training wai
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
 
 
+def log_on_first_rank(log: logging.Logger, text: str, level: int = logging.INFO) -> None:
+    if dist.get_global_rank() == 0:
+        log.log(level, text)
+
+
 class RunCheckpoints:
     """The checkpoints of one run. Its methods are collective unless they say otherwise.
 
@@ -132,11 +137,7 @@ class RunCheckpoints:
 
     def _log_loaded(self, loaded: Loaded, logger: Logger) -> None:
         traffic = loaded.traffic
-        totals = [traffic.bytes_fetched, traffic.bytes_sent]
-        if self._group is not None:
-            sums = torch.tensor(totals, dtype=torch.int64)
-            torch_dist.all_reduce(sums, group=self._group)
-            totals = sums.tolist()
+        totals = self._sums([traffic.bytes_fetched, traffic.bytes_sent])
         logger.log_metrics(
             {
                 "checkpoint/resumed_step": loaded.step,
@@ -145,19 +146,13 @@ class RunCheckpoints:
                 "checkpoint/load_seconds": traffic.seconds,
             }
         )
-        if dist.get_global_rank() == 0:
-            size = int(loaded.summary.get("bytes", 0))
-            log.info(
-                "Resumed at batch %d from %s, written by %s: %.1f MB fetched (%.2f times the checkpoint), %.1f MB "
-                "sent between ranks, %.1f s.",
-                loaded.step,
-                self.config.folder,
-                loaded.info.get("mesh"),
-                totals[0] / 1e6,
-                totals[0] / max(size, 1),
-                totals[1] / 1e6,
-                traffic.seconds,
-            )
+        times = totals[0] / max(int(loaded.summary.get("bytes", 0)), 1)
+        log_on_first_rank(
+            log,
+            f"Resumed at batch {loaded.step} from {self.config.folder}, written by {loaded.info.get('mesh')}: "
+            f"{totals[0] / 1e6:.1f} MB fetched ({times:.2f} times the checkpoint), {totals[1] / 1e6:.1f} MB sent "
+            f"between ranks, {traffic.seconds:.1f} s.",
+        )
 
     # Saving
 
@@ -202,26 +197,33 @@ class RunCheckpoints:
         """Waits for the save in progress, and logs its progress and its end."""
         self._engine.join(PROGRESS_S[0])
         while (progress := self._progress())[0]:
-            self._log_progress(*progress[1:])
+            _, sent_bytes, save_bytes = progress
+            unit, size = ("GB", 1e9) if save_bytes >= 1e9 else ("MB", 1e6)
+            log_on_first_rank(
+                log,
+                f"Waiting for the checkpoint of batch {self.saved_step}: {sent_bytes / size:.1f} of "
+                f"{save_bytes / size:.1f} {unit} are written to {self.config.folder}.",
+            )
             self._engine.join(PROGRESS_S[1])
         report = self._engine.wait()
         self._log_saved(report, logger)
         return report
 
     def _save(self, state: State) -> float:
-        timestamp, loss = state.timestamp, (state.total_loss_dict or {}).get("loss/train/total")
+        counts, loss = _counts(state), (state.total_loss_dict or {}).get("loss/train/total")
         summary = {
-            "epoch": timestamp.epoch.value,
-            "sample": timestamp.sample.value,
-            "token": timestamp.token.value,
-            **({} if loss is None else {"loss": loss}),
-            "training_seconds": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+            "epoch": counts["ep"],
+            "sample": counts["sp"],
+            "token": counts["tok"],
+            "training_seconds": counts["sec"],
         }
+        if loss is not None:
+            summary["loss"] = loss
         self._prepared = True
         self._began_s = time.monotonic()
-        self.saved_step = timestamp.batch.value
+        self.saved_step = step = state.timestamp.batch.value
         saved = collect(state, left_out=self._frozen, position=self.position)
-        return self._engine.save(saved, timestamp.batch.value, summary)
+        return self._engine.save(saved, step, summary)
 
     def _due(self, state: State, epoch_ended: bool) -> bool:
         """The same on all ranks: Composer's timestamp is."""
@@ -231,39 +233,28 @@ class RunCheckpoints:
             return now - last >= every.amount
         return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
 
-    def _progress(self) -> tuple[int, int, int]:
+    def _progress(self) -> list[int]:
         """How many ranks are saving, the bytes that all have sent of the newest save, and the bytes of all."""
-        totals = torch.tensor([self._engine.busy, *self._engine.progress])
-        if self._group is not None:
-            torch_dist.all_reduce(totals, group=self._group)
-        busy, sent_bytes, save_bytes = totals.tolist()
-        return busy, sent_bytes, save_bytes
+        return self._sums([self._engine.busy, *self._engine.progress])
 
-    def _log_progress(self, sent_bytes: int, save_bytes: int) -> None:
-        if dist.get_global_rank() == 0:
-            unit, size = ("GB", 1e9) if save_bytes >= 1e9 else ("MB", 1e6)
-            log.info(
-                "Waiting for the checkpoint of batch %s: %.1f of %.1f %s are written to %s.",
-                self.saved_step,
-                sent_bytes / size,
-                save_bytes / size,
-                unit,
-                self.config.folder,
-            )
+    def _sums(self, mine: list[int]) -> list[int]:
+        """Sums over ranks."""
+        sums = torch.tensor(mine, dtype=torch.int64)
+        if self._group is not None:
+            torch_dist.all_reduce(sums, group=self._group)
+        return sums.tolist()
 
     def _warn_slow(self) -> None:
         """At most once per minute."""
         now_s = time.monotonic()
-        if dist.get_global_rank() == 0 and now_s - self._warned_s >= 60:
+        if now_s - self._warned_s >= 60:
             self._warned_s = now_s
-            log.warning(
-                "The save of batch %s is still in progress after %.0f s, and the next one waits for it: %s is slow, or "
-                "interval (%s) is short. The newest complete checkpoint: %s.",
-                self.saved_step,
-                now_s - self._began_s,
-                self.config.folder,
-                self.config.interval,
-                self.committed or "none yet",
+            log_on_first_rank(
+                log,
+                f"The save of batch {self.saved_step} is still in progress after {now_s - self._began_s:.0f} s, and "
+                f"the next one waits for it: {self.config.folder} is slow, or interval ({self.config.interval}) is "
+                f"short. The newest complete checkpoint: {self.committed or 'none yet'}.",
+                logging.WARNING,
             )
 
     def _log_saved(self, report: SaveReport | None, logger: Logger) -> None:
@@ -280,13 +271,11 @@ class RunCheckpoints:
                 "checkpoint/failures_in_a_row": self._engine.failures_in_a_row,
             }
         )
-        if report.error is None and dist.get_global_rank() == 0:
-            log.info(
-                "Checkpoint of batch %d committed to %s: blocked %.3f s, %.1f s in all.",
-                report.step,
-                self.config.folder,
-                report.seconds_blocked,
-                report.seconds_total,
+        if report.error is None:
+            log_on_first_rank(
+                log,
+                f"Checkpoint of batch {report.step} committed to {self.config.folder}: blocked "
+                f"{report.seconds_blocked:.3f} s, {report.seconds_total:.1f} s in all.",
             )
 
 
@@ -302,11 +291,10 @@ def start_from(folder: str, config: CheckpointConfig, state: State, logger: Logg
     assert loaded is not None, "has_commits was asked"
     if not weights_only:
         _restore(state, loaded, logger, keep_settings=config.optimizer_settings == "run")
-    if dist.get_global_rank() == 0:
-        for sentence in training_changes(describe_model(state.model), loaded.info.get("model")) if weights_only else ():
-            log.warning("model.%s", sentence)
-        what = "The weights" if weights_only else "Weights, optimizer and progress"
-        log.info("%s are those of batch %d in %s.", what, loaded.step, folder)
+    for sentence in training_changes(describe_model(state.model), loaded.info.get("model")) if weights_only else ():
+        log_on_first_rank(log, f"model.{sentence}", logging.WARNING)
+    what = "The weights" if weights_only else "Weights, optimizer and progress"
+    log_on_first_rank(log, f"{what} are those of batch {loaded.step} in {folder}.")
 
 
 def _read(
@@ -356,9 +344,9 @@ def _restore(state: State, loaded: Loaded, logger: Logger, *, keep_settings: boo
     in_effect = describe_training(state)
     if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
         in_effect[SHUFFLE_SEED] = seed  # streaming uses the checkpoint's when it makes an iterator
-    if dist.get_global_rank() == 0 and "composer" in loaded.state:
+    if "composer" in loaded.state:
         for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
-            log.warning("%s", sentence)
+            log_on_first_rank(log, sentence, logging.WARNING)
     return in_effect
 
 

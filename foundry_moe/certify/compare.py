@@ -105,15 +105,14 @@ def compare(
                 f"give a tolerance of {TOLERANCE['bfloat16']}"
             )
         symptoms += judge.diagnose(first)
-    steps = tuple(step.number for step, _ in judge.pairs_of_steps())
-    if not steps and judge.state_of(a, b.begin.number) is None:
+    if not judge.steps and judge.start is None:
         raise UserError(
             f"{a.name} has steps {_range(a)}, {b.name} {_range(b)}: no step in common; pass `step` to Recorder"
         )
     return Report(
         first=first,
         symptoms=tuple(dict.fromkeys(symptoms)),
-        steps=steps,
+        steps=tuple(step.number for step, _ in judge.steps),
         tolerance=limit if b.steps else judge.start_limit,
         largest=judge.largest,
         notes=(*judge.notes, *judge.left_out()),
@@ -203,10 +202,17 @@ def _off(pair: Pair, least: float) -> float:
 
 
 class _Judge:
-    """The comparison of two records, with its findings so far."""
+    """The comparison of two records, with its findings so far.
+
+    start: A's weights and states where B begins. steps: those that both have. pair: the two that were compared last.
+    """
 
     def __init__(self, a: Record, b: Record, names: Sequence[str], limit: float, floor: float, *, exact: bool) -> None:
         self.a, self.b, self.names, self.limit, self.floor = a, b, names, limit, floor
+        of_a = {step.number: step for step in a.steps}
+        self.start = {**of_a, a.begin.number: a.begin}.get(b.begin.number)
+        self.steps = [(of_a[step.number], step) for step in b.steps if step.number in of_a]
+        self.pair = a.begin, b.begin
         self.largest = 0.0
         self.notes: list[str] = []
         self._rounding: set[Unit] = set()  # units that are not compared at this step
@@ -215,34 +221,23 @@ class _Judge:
         self.start_limit, self.start_floor = (SAME_BITS, 0.0) if same_bits else (limit, floor)
         self._divided = {name: max(a.divisions(name), b.divisions(name)) for name in names}
 
-    def pairs_of_steps(self) -> list[tuple[Step, Step]]:
-        ours = {step.number: step for step in self.a.steps}
-        return [(ours[step.number], step) for step in self.b.steps if step.number in ours]
-
-    @staticmethod
-    def state_of(record: Record, number: int) -> Step | None:
-        """Weights and states after this many steps."""
-        if record.begin.number == number:
-            return record.begin
-        return next((step for step in record.steps if step.number == number), None)
-
     def run(self) -> Difference | None:
         """The first difference."""
-        start = self.state_of(self.a, self.b.begin.number)
-        if start is not None:
-            for kind in self._kinds(start, self.b.begin):
-                found = self._difference(start, self.b.begin, kind, self.start_limit, self.start_floor)
-                if found is not None:
-                    return found
-        for index, (ours, theirs) in enumerate(self.pairs_of_steps()):
+        if self.start is not None:
+            self.pair = self.start, self.b.begin
+            found = self._difference(self._kinds(*self.pair), self.start_limit, self.start_floor)
+            if found is not None:
+                return found
+        for index, (ours, theirs) in enumerate(self.steps):
+            self.pair = ours, theirs
             limit = min(self.limit * 2 ** min(index, _DOUBLINGS), max(self.limit, _MOST))
             self._rounding = self._of_rounding_size(ours) & self._of_rounding_size(theirs)
             self._left_out |= dict.fromkeys(self._rounding)
-            for kind in ("unclipped", "gradient", *self._kinds(ours, theirs)):
-                if kind in ours.kinds and kind in theirs.kinds:
-                    found = self._difference(ours, theirs, kind, limit, self.floor)
-                    if found is not None:
-                        return found
+            kinds = ("unclipped", "gradient", *self._kinds(ours, theirs))
+            both = [kind for kind in kinds if kind in ours.kinds and kind in theirs.kinds]
+            found = self._difference(both, limit, self.floor)
+            if found is not None:
+                return found
             self._note_loss(ours, theirs, limit)
         return None
 
@@ -263,21 +258,23 @@ class _Judge:
         steps = (self.a.begin, *self.a.steps)
         return not self.b.steps or all(any(self._agree(step, kind, SAME_BITS, 0.0) for step in steps) for kind in kinds)
 
-    def _difference(self, ours: Step, theirs: Step, kind: str, limit: float, floor: float) -> Difference | None:
-        pairs = [p for p in self._pairs(ours, theirs, kind) if p.unit not in self._rounding]
-        off = relative_differences(pairs, floor)
-        wrong = sorted((unit for unit in off if not off[unit] <= limit), key=lambda unit: -off[unit])
-        self.largest = max([self.largest, *(value for value in off.values() if value <= limit)])
-        if not wrong:
-            return None
-        return Difference(
-            step=theirs.number,
-            kind=kind,
-            units=tuple(wrong),
-            tolerance=limit,
-            largest=off[wrong[0]],
-            compared=len(pairs),
-        )
+    def _difference(self, kinds: Iterable[str], limit: float, floor: float) -> Difference | None:
+        """That of the first kind that differs in `pair`."""
+        for kind in kinds:
+            pairs = [p for p in self._pairs(*self.pair, kind) if p.unit not in self._rounding]
+            off = relative_differences(pairs, floor)
+            wrong = sorted((unit for unit in off if not off[unit] <= limit), key=lambda unit: -off[unit])
+            self.largest = max([self.largest, *(value for value in off.values() if value <= limit)])
+            if wrong:
+                return Difference(
+                    step=self.pair[1].number,
+                    kind=kind,
+                    units=tuple(wrong),
+                    tolerance=limit,
+                    largest=off[wrong[0]],
+                    compared=len(pairs),
+                )
+        return None
 
     def _of_rounding_size(self, step: Step) -> set[Unit]:
         """Units whose gradients at this step are nothing but rounding."""
@@ -327,7 +324,7 @@ class _Judge:
 
     def settings(self) -> Iterator[str]:
         """The settings of the optimizer that differ at the first step at which one does, of those that both have."""
-        for ours, theirs in self.pairs_of_steps():
+        for ours, theirs in self.steps:
             if not ours.settings or not theirs.settings:
                 continue
             apart: dict[str, dict[str, str]] = {}
@@ -350,8 +347,8 @@ class _Judge:
                 return
 
     def diagnose(self, first: Difference) -> Iterator[str]:
-        """Sentences on the cause of the first difference; none for one of no known kind."""
-        ours, theirs = self._steps_of(first)
+        """Sentences on the cause of the first difference, that of `pair`; none for one of no known kind."""
+        ours, theirs = self.pair
         if (ours.batch or ours.tokens) and (theirs.batch or theirs.tokens) and theirs is not self.b.begin:
             if ours.tokens != theirs.tokens:
                 yield f"step {first.step}: another batch: {theirs.tokens} tokens, not {ours.tokens}"
@@ -384,13 +381,6 @@ class _Judge:
         elif not at_start:
             yield f"{first.kind} {where} differs and gradients agree: the optimizer's update or its settings differ"
 
-    def _steps_of(self, first: Difference) -> tuple[Step, Step]:
-        if first.step == self.b.begin.number and first.kind not in ("unclipped", "gradient"):
-            start = self.state_of(self.a, first.step)
-            assert start is not None
-            return start, self.b.begin
-        return next(pair for pair in self.pairs_of_steps() if pair[1].number == first.step)
-
     def _stacks_of_a_rank(self, first: Difference) -> str:
         """Names the rank whose experts are exactly those that differ; empty if there is none."""
         wrong: dict[str, set[int]] = {}
@@ -408,7 +398,7 @@ class _Judge:
 
     def _restarted(self, first: Difference) -> str:
         """Whether B's first moments are a multiple of its gradients, as after one step, and A's are not."""
-        ours, theirs = self._steps_of(first)
+        ours, theirs = self.pair
         kind, units = "state exp_avg", set(first.units)
         if kind not in theirs.kinds or "gradient" not in theirs.kinds:
             return ""

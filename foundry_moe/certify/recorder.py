@@ -241,20 +241,14 @@ class Recorder:
             Part(_local(parameter if tensor is None else tensor), box.begin, box.shape)
             for tensor, parameter, box in zip(tensors, self.parameters.values(), self.boxes.values(), strict=True)
         ]
-        present = [part for part, tensor in zip(parts, tensors, strict=True) if tensor is not None]
-        found = sketch(present, self.projections) if present else None
-        if found is not None and len(present) == len(parts):
-            return found
-        lengths = [units_of(tuple(part.local.shape)) for part in parts]
-        device = parts[0].local.device
-        rows = torch.full((sum(lengths), 1 + self.projections), NONE, dtype=torch.float64, device=device)
-        here, at = 0, 0
-        for tensor, length in zip(tensors, lengths, strict=True):
-            if tensor is not None and found is not None:
-                rows[at : at + length] = found[here : here + length]
-                here += length
-            at += length
-        return rows
+        none = torch.full((1, 1 + self.projections), NONE, dtype=torch.float64, device=parts[0].local.device)
+        rows = [none.expand(units_of(tuple(part.local.shape)), -1) for part in parts]
+        present = [at for at, tensor in enumerate(tensors) if tensor is not None]
+        if present:
+            found = sketch([parts[at] for at in present], self.projections)
+            for at, of_tensor in zip(present, found.split([len(rows[at]) for at in present]), strict=True):
+                rows[at] = of_tensor
+        return torch.cat(rows)
 
     def _write(self, line: dict[str, Any], kinds: dict[str, Tensor]) -> None:
         """Gathers the numbers of all ranks on rank 0, which writes them. Collective; one copy to the host."""

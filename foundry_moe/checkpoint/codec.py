@@ -227,7 +227,6 @@ class _Decoder:
         return raw
 
     def _sized(self, body: Any, itemsize_of: Callable[[Any], int], where: str) -> tuple[str, tuple[int, ...], bytes]:
-        """A dtype's name, a shape, and their bytes."""
         name, listed, raw = sequence(body, where, 3)
         itemsize, sizes, data = itemsize_of(name), shape(listed, f"the shape of {where}"), self._bytes(raw)
         if not itemsize or len(data) != math.prod(sizes) * itemsize:

@@ -80,7 +80,6 @@ class Ranks:
             raise failed.reasons[0] from None
 
     def _tried(self, step: Callable[[], T]) -> T | RanksError:
-        """The result of a local step, or its error."""
         try:
             return step()
         except RanksError as error:

@@ -178,16 +178,12 @@ def step_of(checkpoint_id: Any) -> int:
 
 def _next(ledger: Ledger, step: int | None) -> CommitKey:
     """The key of the next commit: newer than all others, also if a run has returned to an earlier step."""
-    keys = set(ledger.newest_first())
-    newest = ledger.newest(sorted(keys, reverse=True))
-    generation = 0
-    if newest is not None:
-        step = newest.step + 1 if step is None else step
-        generation = newest.where.generation + (step <= newest.step)
-    where = CommitKey(generation=generation, step=step or 0)
-    while where in keys:  # an invalid record has this name
-        where = CommitKey(generation=where.generation + 1, step=where.step)
-    return where
+    keys = ledger.newest_first()
+    newest = ledger.newest(keys)
+    if step is None:
+        step = 0 if newest is None else newest.step + 1
+    before = newest.where if newest is not None and newest.step < step else None
+    return CommitKey(generation=ledger.next_generation(keys, before), step=step)
 
 
 def _digest(plans: list[SavePlan]) -> str:

@@ -67,7 +67,6 @@ class Chunks:
         return found
 
     def boxes_of(self, rank: int) -> list[Box]:
-        """The boxes of a rank."""
         return [self.chunks[index][0] for index in self.chunks_of_rank.get(rank, ())]
 
     @functools.cached_property

@@ -63,7 +63,6 @@ class Ledger:
         return _damaged[self.store.url]
 
     def newest_first(self) -> list[CommitKey]:
-        """All commits, newest first."""
         parsed = (CommitKey.parse(entry.key) for entry in self.store.scan("commits/"))
         return sorted((key for key in parsed if key is not None), reverse=True)
 

@@ -62,7 +62,6 @@ class TensorEntry:
 
     @property
     def bytes_B(self) -> np.ndarray:
-        """Each block's size in bytes."""
         return np.prod(self.sizes_BN, axis=1, dtype=np.int64) * strict.ITEM_BYTES[self.dtype]
 
     @property

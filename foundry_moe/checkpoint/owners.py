@@ -235,7 +235,6 @@ class Owners:
             self.store.put_new(mine.key, mine.to_bytes())
 
     def beat(self, mine: Lease) -> None:
-        """Writes the heartbeat."""
         self.store.put(mine.beat_key, mine.nonce.encode())
 
     def release(self) -> Lease | None:

@@ -22,7 +22,7 @@ from obstore.store import AzureStore, GCSStore
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError, without_secrets
 from foundry_moe.checkpoint.store import PART_BYTES, Entry
-from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, client_address, limit_of
+from foundry_moe.checkpoint.store_remote import CLOCK, RemoteStore, client_address, limit_of
 
 PIECE_BYTES = 2**18  # minimum chunk of obstore's streams
 REQUEST_BYTES = PART_BYTES  # size for which the time limit of a request is computed
@@ -99,7 +99,8 @@ class CloudStore(RemoteStore):
 
         self._retry(attempt)
 
-    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+    @contextlib.contextmanager
+    def open(self, key: str, span: tuple[int, int] | None) -> Iterator[tuple[int, Iterator[bytes]]]:
         action = f"read {key}"
         wanted = {} if span is None else {"range": (span[0], sum(span))}
         answer = self._call(action, obstore.get, self._key(key), options=wanted)
@@ -114,7 +115,7 @@ class CloudStore(RemoteStore):
             except ERRORS as error:
                 raise self._translate(error, action) from None
 
-        return Opened(size_bytes=end - begin, pieces=pieces())
+        yield end - begin, pieces()
 
     def size_bytes(self, key: str) -> int | None:
         try:

@@ -71,11 +71,10 @@ class FileStore(Store):
         return True
 
     def _write(self, key: str, data: bytes | memoryview, publish: Callable[[str, str, int], bool]) -> bool:
-        *folders, name = checked_key(key).split("/")
+        above, _, name = checked_key(key).rpartition("/")
         part = f".unfinished-{secrets.token_hex(8)}-{name}"
         try:
-            folder, handle = self._begin(folders, part)
-            try:
+            with self._new(above, part) as (folder, handle):
                 try:
                     with open(handle, "wb", buffering=0) as file:
                         for start in range(0, len(data), self.options.part_bytes):
@@ -90,50 +89,41 @@ class FileStore(Store):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(part, dir_fd=folder)
                 os.fsync(folder)
-            finally:
-                os.close(folder)
         except OSError as error:
             size = f" ({len(data):,} bytes)" if data else ""
             raise self._translate(error, f"write {key}{size}", key) from error
         return won
 
-    def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
-        """Opens a folder, created if needed, and a new file in it. Another process may remove the folder in between."""
+    @contextlib.contextmanager
+    def _new(self, path: str, name: str) -> Iterator[tuple[int, int]]:
+        """A folder, created if needed, and a new file in it. Another process may remove the folder in between."""
         for _ in range(RACES):
-            with contextlib.suppress(FileNotFoundError):
-                folder = self._folder(folders, make=True)
+            with contextlib.ExitStack() as opened:
                 try:
-                    return folder, os.open(part, NEW, 0o666, dir_fd=folder)
-                except BaseException:
-                    os.close(folder)
-                    raise
+                    folder = opened.enter_context(self._opened(path, make=True))
+                    handle = os.open(name, NEW, 0o666, dir_fd=folder)
+                except FileNotFoundError:
+                    continue
+                yield folder, handle
+                return
         raise FileNotFoundError
 
-    def _folder(self, parts: Iterable[str], *, make: bool = False) -> int:
-        """Opens a folder below the root without following links. The caller must close it."""
+    @contextlib.contextmanager
+    def _opened(self, path: str = "", *, make: bool = False) -> Iterator[int]:
+        """A folder below the root, opened without following links."""
         if make:
             os.makedirs(self.root, exist_ok=True)
-        handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for part in parts:
-            above = handle
-            try:
+        with contextlib.ExitStack() as opened:
+            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            for part in path.split("/") if path else ():
                 if make:
                     with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=above)
-                        os.fsync(above)
-                handle = os.open(part, FOLDER, dir_fd=above)
-            finally:
-                os.close(above)
-        return handle
-
-    @contextlib.contextmanager
-    def _opened(self, path: str = "") -> Iterator[int]:
-        """A folder below the root, by its path."""
-        folder = self._folder(path.split("/") if path else ())
-        try:
+                        os.mkdir(part, dir_fd=folder)
+                        os.fsync(folder)
+                folder = os.open(part, FOLDER, dir_fd=folder)
+                opened.callback(os.close, folder)
             yield folder
-        finally:
-            os.close(folder)
 
     @contextlib.contextmanager
     def _file(self, key: str, action: str = "read") -> Iterator[int]:
@@ -181,42 +171,34 @@ class FileStore(Store):
         """Includes temporary files of killed processes, so that they are deleted with their attempt."""
         found: list[Entry] = []
         top = prefix.rpartition("/")[0]
-
-        def look(folder: int, above: str) -> None:
-            with os.scandir(folder) as items:
-                for item in items:
-                    key = above + item.name
-                    if item.is_dir(follow_symlinks=False):
-                        if f"{key}/".startswith(prefix):
-                            visit(folder, item.name, key)
-                    elif key.startswith(prefix):
-                        if not item.is_file(follow_symlinks=False) or not key.isprintable():
-                            self._warn(key)
-                            continue
-                        try:
-                            status = item.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue  # deleted meanwhile
-                        found.append(Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
-
-        def visit(folder: int, name: str, key: str) -> None:
-            try:
-                below = os.open(name, FOLDER, dir_fd=folder)
-            except FileNotFoundError:
-                return  # deleted meanwhile
-            try:
-                look(below, f"{key}/")
-            finally:
-                os.close(below)
-
         try:
             with self._opened(checked_key(top) if top else "") as folder:
-                look(folder, f"{top}/" if top else "")
+                found.extend(self._walk(folder, f"{top}/" if top else "", prefix))
         except OSError as error:
             translated = self._translate(error, f"list {prefix}".rstrip(), top)
             if isinstance(translated, NotAnObjectError) or not isinstance(translated, NotFoundError):
                 raise translated from error
         return iter(sorted(found, key=lambda entry: entry.key))
+
+    def _walk(self, folder: int, above: str, prefix: str) -> Iterator[Entry]:
+        """The files below an open folder, without those that are deleted meanwhile."""
+        with os.scandir(folder) as items:
+            for item in items:
+                key = above + item.name
+                with contextlib.suppress(FileNotFoundError):
+                    if item.is_dir(follow_symlinks=False):
+                        if f"{key}/".startswith(prefix):
+                            below = os.open(item.name, FOLDER, dir_fd=folder)
+                            try:
+                                yield from self._walk(below, f"{key}/", prefix)
+                            finally:
+                                os.close(below)
+                    elif key.startswith(prefix):
+                        if item.is_file(follow_symlinks=False) and key.isprintable():
+                            status = item.stat(follow_symlinks=False)
+                            yield Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime)
+                        else:
+                            self._warn(key)
 
     def _warn(self, key: str) -> None:
         if key not in self._warned:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from foundry_moe.checkpoint.errors import (
@@ -39,15 +39,6 @@ CODES: Codes = {  # of all clouds
     **dict.fromkeys(("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"), _FULL),
 }
 CLOCK = "owners/clock"  # an empty object; its modification time is the store's clock
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """A read in progress. `size_bytes` is the announced size."""
-
-    size_bytes: int
-    pieces: Iterator[bytes]
-    close: Callable[[], None] = lambda: None
 
 
 class RemoteStore(Store):
@@ -112,8 +103,8 @@ class RemoteStore(Store):
         """Writes a small object if it does not exist. Raises ExistsError if it does."""
 
     @abc.abstractmethod
-    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
-        """Opens an object, or a span (start, count) of it, for reading."""
+    def open(self, key: str, span: tuple[int, int] | None) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
+        """Opens an object, or a span (start, count) of it, for reading: the announced size, and the bytes."""
 
     def _known(self, code: str, action: str) -> StoreError | None:
         """The error for a code of `codes`; None for another code."""
@@ -166,14 +157,14 @@ class RemoteStore(Store):
         Raises:
             StoreError: another number of bytes arrives than announced, or they arrive too slowly (see `limit_of`).
         """
-        with contextlib.closing(self.open(key, span)) as opened:
-            size_bytes, done = opened.size_bytes, 0
+        with self.open(key, span) as (size_bytes, pieces):
+            done = 0
             if size_bytes > most_bytes and span is None:
                 raise NotAnObjectError(f"{self.url}/{key} has {size_bytes} bytes, more than the limit of {most_bytes}")
             if size_bytes > most_bytes:
                 raise StoreError(f"{self.url}/{key}: {size_bytes} bytes came where {most_bytes} were asked")
             limit_s, began_s = limit_of(self.options.timeout_s, size_bytes), time.monotonic()
-            for piece in opened.pieces:
+            for piece in pieces:
                 done += len(piece)
                 if done > size_bytes:
                     raise StoreError(f"{self.url}/{key}: more than {size_bytes} bytes came")

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import Entry, endpoint_problem
-from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, client_address, limit_of
+from foundry_moe.checkpoint.store_remote import CODES, Codes, RemoteStore, client_address, limit_of
 
 PIECE_BYTES = 2**18  # largest read from a connection
 OF_ENVIRONMENT = "the endpoint_url of AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile"
@@ -179,11 +179,7 @@ class S3Store(RemoteStore):
 
         try:
             with ThreadPoolExecutor(self.options.parts_in_flight, "checkpoint-upload") as pool:
-                futures = [pool.submit(send, n) for n in range(1, -(-len(data) // part_bytes) + 1)]
-                _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in waiting:
-                    future.cancel()
-            parts = [future.result() for future in futures if not future.cancelled()]
+                parts = list(pool.map(send, range(1, -(-len(data) // part_bytes) + 1)))
             whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
             try:
                 self._call(f"complete {key}", "complete_multipart_upload", Key=name, **whole)
@@ -195,7 +191,8 @@ class S3Store(RemoteStore):
                 self._call("abort", "abort_multipart_upload", Key=name, UploadId=upload)
             raise
 
-    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+    @contextlib.contextmanager
+    def open(self, key: str, span: tuple[int, int] | None) -> Iterator[tuple[int, Iterator[bytes]]]:
         wanted = {} if span is None else {"Range": f"bytes={span[0]}-{sum(span) - 1}"}
         answer = self._call(f"read {key}", "get_object", Key=self._key(key), **wanted)
         size_bytes, body = answer["ContentLength"], answer["Body"]
@@ -209,7 +206,8 @@ class S3Store(RemoteStore):
             except (bce.BotoCoreError, HTTPError, OSError) as error:
                 raise self._translate(error, f"read {key}") from error
 
-        return Opened(size_bytes=size_bytes, pieces=pieces(), close=body.close)
+        with contextlib.closing(body):
+            yield size_bytes, pieces()
 
     def size_bytes(self, key: str) -> int | None:
         name = self._key(key)

@@ -68,12 +68,10 @@ class Staging:
         self.plan, self.raw = plan, self._memory[: plan.size_bytes]
 
     def block(self, index: int, dtype: torch.dtype) -> Tensor:
-        """A block's elements."""
         block, start = self.plan.blocks[index], self.plan.starts[index]
         return self.raw[start : start + block.size_bytes].view(dtype).view(block.box[1])
 
     def hashes(self) -> np.ndarray:
-        """The blocks' hashes, uint64."""
         view = self.raw.numpy().data
         placed = zip(self.plan.blocks, self.plan.starts, strict=True)
         return np.array([block_hash(view[at : at + block.size_bytes]) for block, at in placed], dtype=np.uint64)
@@ -240,7 +238,7 @@ def targets_in(
     flat = flatten(state_dict, world_size, inline=False)
     tensors, layouts = dict(flat.tensors), dict(flat.layouts)
     stored, entries = manifest.values, manifest.tensors
-    if sections is not None and isinstance(stored, Mapping):
+    if sections is not None:
         stored = {key: value for key, value in stored.items() if key in sections}
         entries = {name: entry for name, entry in entries.items() if name.partition(".")[0] in sections}
     small = inline_tensors(stored)
