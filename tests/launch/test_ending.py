@@ -269,6 +269,6 @@ def test_a_terminal_that_closes_stops_what_writes_to_it(does: str, code: int) ->
     keys: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
     child = subprocess.Popen([sys.executable, "-c", CLOSED, does], cwd=ROOT, start_new_session=True, **keys)
     os.close(its_end)
-    assert b"ready" in os.read(terminal, 1000)
-    os.close(terminal)
+    with open(terminal, "rb", buffering=0) as reader:
+        assert reader.readline() == b"ready\r\n"  # all of it: a write to a closed terminal is an error
     assert child.wait(timeout=20) == code
