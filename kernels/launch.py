@@ -164,7 +164,7 @@ class _Compiled:
 
 class _Thread(threading.local):
     """has_context: whether a CUDA context is sure to be current, which tensor maps need. A thread that has only taken
-    cached memory, as autograd's may have, has none; kernels' C functions see to it themselves.
+    cached memory, as autograd's may have, has none.
     """
 
     has_context = False
@@ -189,6 +189,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if _compiling and _compiling == threading.get_ident():
         kernel.run(*_built(arguments), grid=grid, warmup=True, **constants)
         return
+    if not _thread.has_context and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _thread.has_context = True
     if not _DIRECT or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
         kernel[grid](*_built(arguments), **constants)
         return
@@ -212,9 +215,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         found = _known[key]
     except KeyError:
         found = None
-    if not _thread.has_context and (found is None or found.maps):
-        torch.cuda.mem_get_info(device)
-        _thread.has_context = True
     if found is None:
         compiled = kernel[grid](*_built(arguments), **constants)
         if hasattr(compiled, "function"):

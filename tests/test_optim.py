@@ -167,6 +167,9 @@ def test_a_rate_given_as_a_tensor_keeps_its_first_value() -> None:
 def test_numbers_of_numpy_are_taken_as_pythons() -> None:
     given = {"lr": np.float32(0.5), "weight_decay": np.float32(0.25), "eps": np.float64(1e-8)}
     for optimizer in (DecoupledAdamWFused, Muon):
-        (group,) = optimizer([nn.Parameter(torch.ones(3))], **given).param_groups
+        betas, mask = (np.float64(0.5), np.float64(0.75)), torch.ones(3)  # a caller's own entry stays
+        groups = [{"params": [nn.Parameter(torch.ones(3))], "betas": betas, "mask": mask}]
+        (group,) = optimizer(groups, **given).param_groups
+        assert [type(beta) for beta in group["betas"]] == [float, float] and group["mask"] is mask
         assert {key: type(group[key]) for key in given} == dict.fromkeys(given, float)
         assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1e-8)

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -179,7 +179,11 @@ class S3Store(RemoteStore):
 
         try:
             with ThreadPoolExecutor(self.options.parts_in_flight, "checkpoint-upload") as pool:
-                parts = list(pool.map(send, range(1, -(-len(data) // part_bytes) + 1)))
+                futures = [pool.submit(send, n) for n in range(1, -(-len(data) // part_bytes) + 1)]
+                _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in waiting:
+                    future.cancel()
+            parts = [future.result() for future in futures if not future.cancelled()]
             whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
             try:
                 self._call(f"complete {key}", "complete_multipart_upload", Key=name, **whole)

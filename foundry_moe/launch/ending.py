@@ -57,9 +57,13 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
     Defaults where they cannot be read: the run itself reports what is wrong.
     """
     try:
-        from foundry_moe.launch.run_config import load_run, plain
+        from omegaconf import OmegaConf
 
-        keys = plain(load_run(words[0], list(words[1:])))["callbacks"].get("elastic_checkpoint")
+        from foundry_moe.launch.run_config import load_run
+
+        # alone: other values may name what only ranks have, such as ${oc.env:RANK}
+        found: Any = OmegaConf.select(load_run(words[0], list(words[1:])), "callbacks.elastic_checkpoint")
+        keys: Any = None if found is None else OmegaConf.to_container(found, resolve=True)
         return DEFAULTS if keys is None else checkpoint_config(keys)
     except Exception:
         return DEFAULTS

@@ -29,8 +29,8 @@ class FusedAdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         # plain numbers: schedules change a tensor in place, which the initial lr would follow
-        group.update({key: value.item() for key, value in group.items() if hasattr(value, "item")})
-        group["lr"] = float(group["lr"])
+        numbers = {key: group[key].item() for key in self.defaults if hasattr(group.get(key), "item")}
+        group |= {**numbers, "lr": float(group["lr"]), "betas": tuple(map(float, group["betas"]))}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -155,6 +155,24 @@ def test_an_answer_larger_than_was_asked_for_is_not_held(moto, call: Callable[[S
     assert "3221225472 bytes, more than" in str(failed.value) or "has more than 67108864 bytes" in str(failed.value)
 
 
+def test_no_part_is_begun_after_one_was_denied(moto, monkeypatch) -> None:
+    begun = []
+
+    def answer(action: str, call: str, **given: Any) -> dict[str, Any]:
+        if call == "upload_part":
+            begun.append(given["PartNumber"])
+            if given["PartNumber"] == 2:
+                raise DeniedError("denied")
+            time.sleep(0.5)
+        return {"UploadId": "u", "ETag": "e"}
+
+    with served(Answer, attempts=1, part_bytes=2**20, parts_in_flight=2) as store:
+        monkeypatch.setattr(store, "_call", answer)
+        with pytest.raises(DeniedError):
+            store.put("a", bytes(20 * 2**20))
+    assert len(begun) <= 4
+
+
 def test_a_small_object_is_read_within_its_limit(store) -> None:
     store.put("a", b"12345")
     assert store.get("a", 5) == b"12345"

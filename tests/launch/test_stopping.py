@@ -106,6 +106,8 @@ def test_settings_are_the_run_s(tmp_path) -> None:
     overrides = ["callbacks.elastic_checkpoint.folder=a", "callbacks.elastic_checkpoint.grace=100s"]
     config = stop_settings([str(path), *overrides])
     assert config.grace_s == 100 and config.signals == ("SIGUSR2",)
+    of_ranks = "loggers.tensorboard.log_dir=${oc.env:VARIABLE_OF_RANKS}"
+    assert stop_settings([str(path), *overrides, of_ranks]) == config
     assert stop_settings([]) == stop_settings(["script", "x"]) == DEFAULTS and DEFAULTS.grace_s == 25
 
 
