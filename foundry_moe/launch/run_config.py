@@ -82,7 +82,7 @@ def _override(config: DictConfig, override: str) -> None:
         if old is not None and _names_another(value, old):
             OmegaConf.update(config, key, value, merge=False)
         else:
-            config.merge_with(given)
+            config.merge_with_dotlist([override])  # unlike merge_with, it reads indices of lists
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{override[:100]}: this override cannot be read: {_one_line(error)}") from None
 

@@ -40,6 +40,12 @@ def test_an_override_may_name_other_keys_of_the_run() -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["eval_loader.1.label", "eval_loader[1].label"])
+def test_an_override_may_name_an_item_of_a_list(key: str) -> None:
+    sets = [{"label": "a", "name": "text"}, {"label": "c", "name": "text"}]
+    assert load("eval_loader=[{label: a, name: text}, {label: b, name: text}]", f"{key}=c")["eval_loader"] == sets
+
+
 @pytest.mark.parametrize(
     "override",
     ["a=${nope}", "a=${a}", "model.moe.gate={name: topk", "a={b: 1, b: 2}", pytest.param(f"a={'[' * 3000}", id="deep")],
