@@ -15,14 +15,11 @@ from foundry_moe.schema import section
 def missing_files(run: Mapping[str, Any]) -> list[str]:
     """A sentence for each file that a run reads and that does not exist."""
     found = [
-        f"code_paths ({path}): there is no such file; correct the path"
-        for path in run.get("code_paths") or ()
-        if not Path(str(path)).exists()
+        f"{where} ({path}): there is no such file; correct the path"
+        for where, path in _files(run)
+        if isinstance(path, str) and "://" not in path and not set(path) & set("*?[") and not Path(path).exists()
     ]
     for where, dataset in datasets(run):
-        files = section(dataset, "hf_kwargs").get("data_files")
-        if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
-            found.append(f"{where}.hf_kwargs.data_files ({files}): there is no such file; correct the path")
         local, split = dataset.get("local"), dataset.get("split")
         if not isinstance(local, str) or dataset.get("remote"):
             continue
@@ -44,6 +41,21 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     if not found and facts and not Path(facts).is_file():  # the demo's are written with its data
         found.append(f"callbacks.run_report.facts ({facts}): there is no such file; correct the path, or leave it out")
     return found
+
+
+def _files(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each key of the run that names a file to read, and its value."""
+    for path in run.get("code_paths") or ():
+        yield "code_paths", path
+    for where, dataset in datasets(run):
+        yield f"{where}.hf_kwargs.data_files", section(dataset, "hf_kwargs").get("data_files")
+    tasks: Any = run.get("icl_tasks") or ()
+    if isinstance(tasks, str):
+        yield "icl_tasks", tasks
+        return
+    for index, task in enumerate(tasks):
+        if isinstance(task, Mapping):
+            yield f"icl_tasks.{index}.dataset_uri", task.get("dataset_uri")
 
 
 def loaders(run: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

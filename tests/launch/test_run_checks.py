@@ -319,6 +319,15 @@ def test_code_that_is_not_there_is_named() -> None:
     ]
 
 
+def test_tasks_that_are_not_there_are_named() -> None:
+    assert missing_files({"icl_tasks": "/nowhere/tasks.yaml"}) == [
+        "icl_tasks (/nowhere/tasks.yaml): there is no such file; correct the path"
+    ]
+    tasks = [{"dataset_uri": "s3://bucket/tasks.jsonl"}, {"dataset_uri": "/nowhere/tasks.jsonl"}]
+    (said,) = missing_files({"icl_tasks": tasks})
+    assert said.startswith("icl_tasks.1.dataset_uri (/nowhere/tasks.jsonl): there is no such file")
+
+
 def test_upcycling_without_trained_weights_is_refused() -> None:
     check(HF, "algorithms.dmoe={num_experts: 4}")
     with pytest.raises(ValueError, match=r"model.pretrained is false, so there are no trained weights to copy"):
