@@ -225,6 +225,10 @@ def load_file_mistakes(file: str | None, html: str | None) -> Iterator[str]:
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     labels = [loader.get("label") for where, loader in loaders(run) if where.startswith("eval_loader.")]
+    if None in labels:
+        yield f"eval_loader.{labels.index(None)}.label is missing: it names the losses of a loader of a list"
+    if run.get("eval_subset_num_batches") == 0:
+        yield "eval_subset_num_batches (0) evaluates nothing: use -1 for all batches, or eval_interval: 0"
     for label in sorted({str(label) for label in labels if label is not None and labels.count(label) > 1}):
         yield f"eval_loader: {labels.count(label)} have the label {label}, which names their losses: give each its own"
     for where, loader in loaders(run):

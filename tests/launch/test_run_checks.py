@@ -97,6 +97,13 @@ def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str,
             "{label: q, name: text, dataset: {}, drop_last: false, num_workers: 1}]",
             "eval_loader: 2 have the label q, which names their losses: give each its own",
         ),
+        (
+            "eval_loader=[{label: q, name: text, dataset: {}, drop_last: false, num_workers: 1}, "
+            "{name: text, dataset: {}, drop_last: false, num_workers: 1}]",
+            "eval_loader.1.label is missing",
+        ),
+        ("eval_subset_num_batches=0", r"eval_subset_num_batches \(0\) evaluates nothing: use -1 for all"),
+        ("eval_subset_num_batches=-1", None),
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
         ("callbacks.expert_load.per_layer=null", "callbacks.expert_load.per_layer must be true or false, not None"),
         ("callbacks.expert_load.file=s3://b/x", r"callbacks.expert_load.file \(s3://b/x\) must be a local path"),
