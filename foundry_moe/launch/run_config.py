@@ -165,6 +165,8 @@ def _load_mistakes(run: Mapping[str, Any], *, elastic: bool) -> Iterator[str]:
     ours = isinstance(start, str) and os.path.isdir(f"{_resolved(start)}/commits")
     if ours and not elastic:
         yield f"load_path ({start}) is a folder of elastic_checkpoint, which reads it: add {WHERE} with another folder"
+    if run.get("autoresume") and not run.get("save_folder"):
+        yield "autoresume resumes from save_folder, which is missing: add it; elastic_checkpoint resumes without either"
     for key in ("load_weights_only", "load_ignore_keys"):
         if elastic and run.get(key) and not start and not run.get("autoresume"):
             yield (

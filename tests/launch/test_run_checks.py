@@ -118,6 +118,7 @@ def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str,
             "callbacks.elastic_checkpoint.optimizer_settings=mine",
             r"optimizer_settings \(mine\) must be checkpoint or run",
         ),
+        ("autoresume=true", "autoresume resumes from save_folder, which is missing: add it; elastic_checkpoint"),
         ("load_weights_only=true", r"load_weights_only \(True\) has no effect without load_path"),
         ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas \(\[0.9, 1.0\]\) must be two numbers from 0 to below 1"),
         ("optimizer={name: muon, momentum: 1}", r"optimizer.momentum \(1\) must be 0 or more and below 1"),
@@ -252,7 +253,7 @@ def test_layers_and_widths_are_those_of_a_model_in_a_local_folder(tmp_path: Path
 
 
 def test_keys_of_a_start_have_an_effect_where_a_run_resumes_by_itself() -> None:
-    check("load_weights_only=true", "autoresume=true")
+    check("load_weights_only=true", "autoresume=true", "save_folder=runs/composer")
     with pytest.raises(ValueError, match="load_weights_only"):
         check("load_weights_only=true", "autoresume=false")
 
