@@ -114,6 +114,9 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
     sdpa = attention.get("attn_impl", "sdpa" if model["name"] == "dmoe_causal_lm" else "flash") == "sdpa"
     if sdpa and attention.get("attn_logit_softcapping") is not None:
         yield "model.attn_config.attn_logit_softcapping: attn_impl sdpa does not support it: use attn_impl: torch"
+    padded = section(run, "train_loader").get("name") == "finetuning"
+    if padded and section(run, "tokenizer", "kwargs").get("padding_side") == "left":
+        yield "tokenizer.kwargs.padding_side (left): an MPT trains with padding on the right only: use right"
     if config is not None:
         yield from _layers(run, config, sizes["n_layers"])
     width = section(model, "ffn_config").get("ffn_hidden_size") or sizes["d_model"] * model.get("expansion_ratio", 4)

@@ -131,6 +131,7 @@ def test_a_wrong_environment_of_a_launcher_is_one_sentence(name: str, size: str,
         ),
         ("optimizer={name: muon, adamw_lr: null, weight_decay: 0}", None),
         ("loggers={wandb: {projekt: x}}", "did you mean 'project'"),
+        ("tokenizer.kwargs.padding_side=left", None),  # text is not padded
         ("train_loader.prefetch_factor=2", "needs worker processes"),
         ("train_loader.dataset.locale=x", "did you mean 'local'"),
         ("eval_loader=[{name: text, dataset: {}, drop_last: false, num_workers: 1, x: 1}]", "eval_loader.0.x"),
@@ -250,6 +251,13 @@ def test_layers_and_widths_are_those_of_a_model_in_a_local_folder(tmp_path: Path
     }.items():
         with pytest.raises(ValueError, match=sentence):
             check(model, f"algorithms.dmoe={{num_experts: 8, {keys}}}")
+
+
+def test_padding_on_the_left_is_refused_where_an_mpt_trains_with_it() -> None:
+    left = ["tokenizer.kwargs.padding_side=left", "train_loader={name: finetuning, dataset: {}, num_workers: 1}"]
+    with pytest.raises(ValueError, match=r"padding_side \(left\): an MPT trains with padding on the right only"):
+        check(*left)
+    check(*left, "model={name: hf_causal_lm, pretrained_model_name_or_path: x}", "algorithms={dmoe: {num_experts: 8}}")
 
 
 def test_keys_of_a_start_have_an_effect_where_a_run_resumes_by_itself() -> None:
