@@ -497,3 +497,19 @@ def test_the_clock_of_files_is_the_one_that_stamps_them(tmp_path, monkeypatch) -
     monkeypatch.setattr(time, "time", lambda: hours_off)
     assert abs(store.now_s() - next(iter(store.scan())).modified_s) < 60
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.quick
+def test_a_file_that_may_not_be_read_is_no_question_of_writing(tmp_path, monkeypatch) -> None:
+    store = open_store(str(tmp_path))
+    store.put("commits/a", b"1")
+
+    def refuse(path, *arguments, **keys):
+        if path == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *arguments, **keys)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DeniedError, match=rf"could not read commits/a .*; give user {os.getuid()} access"):
+        store.get("commits/a")
