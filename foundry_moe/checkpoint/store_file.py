@@ -90,6 +90,7 @@ class FileStore(Store):
                         os.unlink(part, dir_fd=folder)
                 os.fsync(folder)
         except OSError as error:
+            self._remove_empty(above)
             size = f" ({len(data):,} bytes)" if data else ""
             raise self._translate(error, f"write {key}{size}", key) from error
         return won
