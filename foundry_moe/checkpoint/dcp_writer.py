@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,24 +82,24 @@ class Writer(StorageWriter):
         self.run_name, self.info = run_name, dict(info or {})
         self.commit: Commit | None = None  # rank 0: this writer's newest
         self._process_id = f"{_PROCESS}-{os.getpid()}"
-        self._asked: int | None = None  # step of the next save
-        self._staging = Staging()
+        self._asked: dict[int, int | None] = {}  # by thread, because several saves may run: the step
+        self._idle: list[Staging] = []  # not those of saves in progress
         self._store: Store = open_store(self.folder, options)
         self._committer: Committer | None = None  # on rank 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For `async_save` in a process, which opens the store itself and is the same owner."""
-        return {**self.__dict__, "_staging": None, "_store": None, "_committer": None}
+        return {**self.__dict__, "_idle": [], "_store": None, "_committer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _staging=Staging(), _store=open_store(state["folder"], state["options"]))
+        self.__dict__.update(state, _store=open_store(state["folder"], state["options"]))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return str(checkpoint_id).isascii() and str(checkpoint_id).isdigit()
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        self._asked = None if checkpoint_id is None else step_of(checkpoint_id)
+        self._asked[threading.get_ident()] = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -119,7 +120,7 @@ class Writer(StorageWriter):
             self._committer = committer
         else:
             self._committer.clean_up()  # after a save that failed on another rank
-        where = _next(self._committer.ledger, self._asked)
+        where = _next(self._committer.ledger, self._asked.pop(threading.get_ident(), None))
         info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
         attempt = self._committer.begin(where, info=info)
         return [dataclasses.replace(plan, storage_data=(rank, attempt)) for rank, plan in enumerate(plans)]
@@ -136,30 +137,37 @@ class Writer(StorageWriter):
             elif item.tensor_data is not None:
                 blocks += _blocks(item, len(whole))
                 whole.append((item, item.tensor_data))
-        self._staging.begin(place(blocks), pinned=False)
+        staging = self._idle.pop() if self._idle else Staging()
+        staging.begin(place(blocks), pinned=False)
         tensor = torch.empty(0)
         for number, block in enumerate(blocks):
             item, data = whole[block.item]
             if block.index == 0:  # freed after its last block, because a planner may create it in this call
                 tensor = _tensor_of(item, data, planner)
-            self._staging.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
-        placed = self._staging.plan
-        rows = placed.rows([item.index.fqn for item, _ in whole], self._staging.hashes())
-        self._staging.write(self._store, attempt, rank)
+            staging.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
+        placed = staging.plan
+        rows = placed.rows([item.index.fqn for item, _ in whole], staging.hashes())
+        staging.write(self._store, attempt, rank)
+        self._idle.append(staging)
         written = _Written(placed.size_bytes, rows, leaves)
         future: Future[list[WriteResult]] = Future()  # one result for all items: only `finish` reads results
         future.set_result([WriteResult(MetadataIndex(attempt), placed.size_bytes, written)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._committer is not None and self._committer.attempt is not None
-        self.commit, self._asked = None, None
+        assert self._committer is not None
+        self.commit, begun = None, self._committer.attempt
+        if begun is None or any(result.index.fqn != begun.attempt for (result,) in results):
+            raise CheckpointError(
+                "another save of this Writer began before this one ended, so this one was not committed: wait for the "
+                "future of async_save before the next save"
+            )
         try:
             manifest = _manifest(metadata, results, self._committer.info)
             try:
                 Manifest.from_bytes(manifest.to_bytes())  # must be readable before it is committed
             except DamagedError as error:
-                raise CheckpointError(f"step {self._committer.attempt.step} cannot be stored: {error}") from error
+                raise CheckpointError(f"step {begun.step} cannot be stored: {error}") from error
             self.commit = self._committer.commit(manifest)
         finally:
             self._committer.clean_up()

@@ -90,6 +90,7 @@ class FileStore(Store):
                         os.unlink(part, dir_fd=folder)
                 os.fsync(folder)
         except OSError as error:
+            self._remove_empty(above)
             size = f" ({len(data):,} bytes)" if data else ""
             raise self._translate(error, f"write {key}{size}", key) from error
         return won
@@ -266,7 +267,7 @@ class FileStore(Store):
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return NotFoundError(f"{where}: no such file or folder")
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-            return DeniedError(f"{where}: no permission ({error.strerror}); let user {os.getuid()} write there")
+            return DeniedError(f"{where}: no permission ({error.strerror}); give user {os.getuid()} access")
         if error.errno == errno.EFBIG:
             return StoreError(f"{where}: {error.strerror}, by a limit of file size (ulimit -f, or the file system's)")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -215,7 +215,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         count, size = import_weights(source, store, prefix=prefix, trust_pickle=arguments.trust_pickle, rename=rename)
     except CheckpointError:
         raise
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise CheckpointError(f"{source}: {error}") from error
     print(f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; runs here start from it")
     return 0

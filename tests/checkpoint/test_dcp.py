@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,50 @@ def test_the_example_goes_on_with_two_processes_where_four_ended(tmp_path) -> No
     two = launch(2)
     assert f"loaded step 3 on 2 processes, sum of weights {total}\n" in two
     assert "saved step 6 on 2 processes" in two
+
+
+@pytest.mark.quick
+def test_a_save_that_begins_during_another_does_not_mix_with_it(tmp_path) -> None:
+    writer = Writer(tmp_path)
+
+    def save(step: int, planner: DefaultSavePlanner | None = None) -> None:
+        state = {"a": torch.full((3000,), step), "b": torch.full((3000,), step)}
+        dcp.save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+
+    class Slow(DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            if item.index.fqn == "b":
+                save(2)
+            return super().resolve_data(item)
+
+    assert "another save of this Writer began before this one ended" in failure(lambda: save(1, Slow()))
+    state, reader = {"a": torch.zeros(3000), "b": torch.zeros(3000)}, Reader(tmp_path)
+    assert reader.steps() == [2]
+    dcp.load(state, storage_reader=reader)
+    assert all(torch.equal(tensor, torch.full((3000,), 2.0)) for tensor in state.values())
+    save(3)
+    assert reader.steps() == [3, 2]
+
+
+@pytest.mark.quick
+def test_saves_in_threads_keep_their_steps(tmp_path) -> None:
+    writer = Writer(tmp_path)
+    begin, began, saved = writer.set_up_storage_writer, threading.Event(), threading.Event()
+
+    def wait(*arguments: Any, **keys: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert saved.wait(60)
+        begin(*arguments, **keys)
+
+    writer.set_up_storage_writer = wait  # type: ignore[method-assign]
+    first = threading.Thread(target=lambda: dcp.save({"w": 1}, storage_writer=writer, checkpoint_id="1"))
+    first.start()
+    assert began.wait(60)
+    dcp.save({"w": 2}, storage_writer=writer, checkpoint_id="2")
+    writer.reset("3")  # as `async_save` does in the caller's thread
+    saved.set()
+    first.join()
+    state = {"w": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id="1")
+    assert state == {"w": 1} and sorted(Reader(tmp_path).steps()) == [1, 2]

@@ -290,7 +290,11 @@ def test_nobody_at_the_endpoint_is_one_sentence(moto) -> None:
 @pytest.mark.parametrize(
     ("number", "kind", "words"),
     [
-        (errno.ENOSPC, StoreError, r"write steps/x \(4 bytes\) .* the disk is full \(.*, [0-9,]{5,} bytes are free\)"),
+        (
+            errno.ENOSPC,
+            StoreError,
+            r"write steps/7/x \(4 bytes\) .* the disk is full \(.*, [0-9,]{5,} bytes are free\)",
+        ),
         (errno.EFBIG, StoreError, r"File too large, by a limit of file size \(ulimit -f, or the file system's\)"),
         (errno.EACCES, DeniedError, "no permission"),
     ],
@@ -303,8 +307,8 @@ def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fdatasync", refuse)
     with pytest.raises(kind, match=words):
-        store.put("steps/x", memoryview(b"data"))
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        store.put("steps/7/x", memoryview(b"data"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.quick
@@ -497,3 +501,19 @@ def test_the_clock_of_files_is_the_one_that_stamps_them(tmp_path, monkeypatch) -
     monkeypatch.setattr(time, "time", lambda: hours_off)
     assert abs(store.now_s() - next(iter(store.scan())).modified_s) < 60
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.quick
+def test_a_file_that_may_not_be_read_is_no_question_of_writing(tmp_path, monkeypatch) -> None:
+    store = open_store(str(tmp_path))
+    store.put("commits/a", b"1")
+
+    def refuse(path, *arguments, **keys):
+        if path == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *arguments, **keys)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DeniedError, match=rf"could not read commits/a .*; give user {os.getuid()} access"):
+        store.get("commits/a")

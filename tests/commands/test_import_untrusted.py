@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import io
 import json
 import os
@@ -229,3 +230,19 @@ def test_a_link_out_of_the_folder_is_refused_but_for_the_hubs_cache(tmp_path, ca
     save_file({"w": torch.ones(3)}, blobs / "5")
     (snapshot / "model.safetensors").symlink_to(blobs / "5")
     assert tool("import", tmp_path / "good", snapshot) == 0
+
+
+@pytest.mark.quick
+def test_a_source_that_may_not_be_read_is_a_sentence(tmp_path, monkeypatch, capsys) -> None:
+    save_file(weights(), tmp_path / "model.safetensors")
+    real = Path.open
+
+    def refuse(path: Path, *arguments, **keys):
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *arguments, **keys)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert tool("import", tmp_path / "run", tmp_path) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}: ") and "Permission denied" in said and said.count("\n") == 1
