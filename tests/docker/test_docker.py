@@ -122,6 +122,7 @@ def test_a_mistake_in_the_run_starts_no_launcher(tmp_path, wrong, sentence) -> N
     (tmp_path / "python").chmod(0o755)
     for name in ("tokenizer", "train", "val"):
         (tmp_path / name).mkdir()
+    (tmp_path / "facts.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("model: {a: [1\n")
     environment = {"PATH": f"{tmp_path}:{PLAIN['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = [str(ROOT / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}", *(wrong or [])]
