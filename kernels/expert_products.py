@@ -169,6 +169,15 @@ def _rows_launch(
     )
 
 
+def _operand(rows: Tensor | Tokens, number: int) -> tuple[Tokens | None, Tensor]:
+    """The tokens, if the rows are those, and [Y, R, K], whose map for tokens only defines the layout of a stage."""
+    if isinstance(rows, Tokens):
+        assert rows.source_R.shape[0] == number
+        return rows, rows.x_TD[None]
+    assert rows.shape[-2] == number
+    return None, rows if rows.ndim == 3 else rows[None]
+
+
 def _rows_arguments(
     a_YRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
@@ -189,21 +198,15 @@ def _rows_arguments(
 
     `low` is added to c.
     """
-    gathered = isinstance(a_YRK, Tokens)
-    tokens: Tokens | None
-    if isinstance(a_YRK, Tokens):
-        tokens, num_rows = a_YRK, a_YRK.source_R.shape[0]
-        a = a_YRK.x_TD[None]  # the map only defines the layout of a stage
-    else:
-        tokens, num_rows = beside[0] if beside else None, a_YRK.shape[-2]
-        a = a_YRK if a_YRK.ndim == 3 else a_YRK[None]  # loads may run on into the next expert's rows
+    num_rows = rows.num_rows
+    gathered, a = _operand(a_YRK, num_rows)  # loads may run on into the next expert's rows
+    tokens = gathered or (beside[0] if beside else None)
     planes, _, k = a.shape
     shape = (rows.offsets_E.shape[0], *((n, k) if transposed else (k, n)))
-    assert num_rows == rows.num_rows
     for weight in weights:
         assert weight.shape == shape and weight.dtype == a.dtype
     found = _rows_launch(
-        tile, a.device, n, k, planes, None if h_RN is None else activation, transposed, gathered,
+        tile, a.device, n, k, planes, None if h_RN is None else activation, transposed, gathered is not None,
         tokens.choices if tokens else 0, beside[1].shape[1] if beside else 0, low.a_RL.shape[1] if low else 0,
     )  # fmt: skip
     spanned = descriptors.weight_planes(weights, found.b_box)
@@ -352,14 +355,8 @@ def weight_gradient(
         a_YRM: [Y, R, M] or [R, M]. Either operand may be tokens, where `gathers`.
         out: may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
     """
-    gathered, tokens, operands = "", None, []
-    for name, operand in (("a", a_YRM), ("b", b_RN)):
-        if isinstance(operand, Tokens):  # the map only defines the layout of a stage
-            gathered, tokens, operand = name, operand, operand.x_TD
-        else:
-            assert operand.shape[-2] == rows.num_rows
-        operands.append(operand if operand.ndim == 3 else operand[None])
-    a, b = operands
+    (a_tokens, a), (b_tokens, b) = _operand(a_YRM, rows.num_rows), _operand(b_RN, rows.num_rows)
+    tokens, gathered = a_tokens or b_tokens, "a" if a_tokens else "b" if b_tokens else ""
     planes, _, m = a.shape
     n = b.shape[2]
     assert a.dtype == b.dtype

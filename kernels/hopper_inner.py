@@ -157,14 +157,14 @@ def inner_kernel(
     second = store_buffers(c_desc, BUFFERS)
     work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped, height)
     tokens = (x_ptr, x_stride, source_ptr)
-    LATE: gl.constexpr = GATHERED != ""
+    GATHERS: gl.constexpr = GATHERED != ""
     if CONSUMERS == 2:
-        LOADERS: gl.constexpr = GATHERERS if LATE else 1
-        MOST: gl.constexpr = 232 if LATE else 240
-        LEAST: gl.constexpr = 40 if LATE else 24
+        LOADERS: gl.constexpr = GATHERERS if GATHERS else 1
+        MOST: gl.constexpr = 232 if GATHERS else 240
+        LEAST: gl.constexpr = 40 if GATHERS else 24
         gl.warp_specialize([
-            (_inner_consumer, (c_desc, ring, work, first, 0, LATE, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
-            (_inner_consumer, (c_desc, ring, work, second, 1, LATE, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_consumer, (c_desc, ring, work, first, 0, GATHERS, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
+            (_inner_consumer, (c_desc, ring, work, second, 1, GATHERS, CONSUMERS, BN, BK, STAGES, SPLIT, LAST)),
             (_inner_producer, (a_desc, b_desc, ring, work, tokens, CHOICES, GATHERED, CONSUMERS, BN, BK, STAGES)),
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
     else:

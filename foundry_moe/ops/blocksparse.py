@@ -202,8 +202,8 @@ def _up_backward(
     x_RD: Tensor | hopper.Tokens | None = tokens_of(x_TD, plan, backward=True)
     if needs_dx:
         if on_hopper:
-            beside, tokens = None, tokens_of(x_TD, plan)
-            if x_RD is None and tokens is not None and hopper.copies(tokens):
+            beside = None
+            if x_RD is None and (tokens := tokens_of(x_TD, plan)) is not None and hopper.copies(tokens):
                 x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
                 beside = (tokens, x_RD)  # the product copies x's rows for the weights' gradient
             dx_RD = hopper.rows_product(dz_YW, weights, ragged, transposed=False, beside=beside)
