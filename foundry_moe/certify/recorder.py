@@ -241,9 +241,11 @@ class Recorder:
             Part(_local(parameter if tensor is None else tensor), box.begin, box.shape)
             for tensor, parameter, box in zip(tensors, self.parameters.values(), self.boxes.values(), strict=True)
         ]
+        present = [at for at, tensor in enumerate(tensors) if tensor is not None]
+        if len(present) == len(parts):
+            return sketch(parts, self.projections)
         none = torch.full((1, 1 + self.projections), NONE, dtype=torch.float64, device=parts[0].local.device)
         rows = [none.expand(units_of(tuple(part.local.shape)), -1) for part in parts]
-        present = [at for at, tensor in enumerate(tensors) if tensor is not None]
         if present:
             found = sketch([parts[at] for at in present], self.projections)
             for at, of_tensor in zip(present, found.split([len(rows[at]) for at in present]), strict=True):
