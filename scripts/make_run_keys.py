@@ -62,10 +62,6 @@ PART_RULES = {
     "ffn_config": {"ffn_type": "in ffns"},
     "init_config": {"name": "in param_init_fns"},
 }
-DMOE_KEYS = {  # of dmoe_causal_lm, beside those of mpt_causal_lm
-    "moe": "dict|null",
-    "loss_fn": "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy",
-}
 # given by LLM Foundry, not by a user
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
@@ -204,8 +200,6 @@ def build() -> dict[str, Any]:
     for name, rules in RULES.items():
         for entry in entries[name].values():
             add_rules(entry["keys"], rules)
-    mpt = entries["models"]["mpt_causal_lm"]
-    entries["models"]["dmoe_causal_lm"] = {**mpt, "keys": {**mpt["keys"], **DMOE_KEYS}}
     return {
         "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
         "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED), "open": True},

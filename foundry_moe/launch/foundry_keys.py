@@ -32,10 +32,20 @@ _NAMED = {
 _OF_ENTRIES = ("algorithms", "callbacks", "loggers")
 
 
+_DMOE_KEYS = {  # of dmoe_causal_lm, beside those of mpt_causal_lm
+    "moe": "dict|null",
+    "loss_fn": "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy",
+}
+
+
 @cache
 def table() -> Mapping[str, Any]:
-    """The contents of run_keys.json."""
-    return json.loads(Path(__file__).with_name("run_keys.json").read_text())
+    """The contents of run_keys.json, and the keys of dmoe_causal_lm."""
+    found = json.loads(Path(__file__).with_name("run_keys.json").read_text())
+    models = found["registries"]["models"]
+    mpt = models["mpt_causal_lm"]
+    models["dmoe_causal_lm"] = {**mpt, "keys": {**mpt["keys"], **_DMOE_KEYS}}
+    return found
 
 
 def key_mistakes(run: Mapping[str, Any], *, rules: bool = False, skipped: Sequence[str] = ()) -> Iterator[str]:
